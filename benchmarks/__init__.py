@@ -1,0 +1,1 @@
+"""The benchmark suite, installed as `bertfast.benchmarks`."""

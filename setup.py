@@ -1,0 +1,213 @@
+"""Builds bertfast and, where it can, its native extension `bertfast._C`.
+
+BERTFAST_BUILD chooses:
+    auto (default)  the CUDA and C++ kernels, or what the machine allows of them; says what it skipped and why. A build
+                    that fails to compile falls back to the next smaller one, in the end to pure Python
+    cpu             the C++ kernels; failing is an error
+    cuda            the CUDA and C++ kernels; failing is an error
+    none            pure Python
+
+TORCH_CUDA_ARCH_LIST, CUDA_HOME, CXX and MAX_JOBS are honoured. The extension needs the torch that is installed:
+`pip install --no-build-isolation -e .`. `bertfast/_C.json` records what was built, or why nothing was.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+MODES = ("auto", "cpu", "cuda", "none")
+MIN_TORCH = (2, 11)
+TARGET_VERSION = f"-DTORCH_TARGET_VERSION=0x{MIN_TORCH[0]:02x}{MIN_TORCH[1]:02x}000000000000"
+CUDA_ARCHS = "8.0;8.6;8.9;9.0a;10.0;12.0+PTX"
+
+
+class CannotBuild(Exception):
+    """The machine lacks something that a build needs."""
+
+
+def say(message: str) -> None:
+    print(f"bertfast: {message}", file=sys.stderr)
+
+
+def sources(pattern: str) -> list[str]:
+    return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").glob(pattern))
+
+
+def cuda_archs(listed: str | None, detected: list[tuple[int, int]]) -> str:
+    """TORCH_CUDA_ARCH_LIST to build for: the user's, else that of the visible GPUs, else all that are supported.
+
+    9.0 becomes 9.0a, without which `wgmma` does not compile. torch fails on an empty list when no GPU is visible.
+    """
+    archs = listed or ";".join(f"{major}.{minor}" for major, minor in sorted(set(detected))) or CUDA_ARCHS
+    return re.sub(r"\b9\.0(?!\w)", "9.0a", archs.replace("Hopper", "9.0"))
+
+
+def check_cpu() -> None:
+    try:
+        import torch
+    except ImportError as error:
+        raise CannotBuild(f"torch cannot be imported ({error}); reinstall with --no-build-isolation") from error
+    running = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    if running < MIN_TORCH:
+        raise CannotBuild(f"torch {torch.__version__} is older than {MIN_TORCH[0]}.{MIN_TORCH[1]}")
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+        raise CannotBuild(f"{sys.platform} on {platform.machine()} is not supported, only Linux on x86_64 and aarch64")
+    compiler = os.environ.get("CXX", "c++").split()[0]
+    if shutil.which(compiler) is None:
+        raise CannotBuild(f"there is no C++ compiler ({compiler})")
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        raise CannotBuild("Python's headers (Python.h) are missing")
+
+
+def check_cuda() -> None:
+    check_cpu()
+    import torch
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    if not sources("cuda/*.cu"):
+        raise CannotBuild("csrc/cuda has no CUDA sources")
+    if torch.version.cuda is None:
+        raise CannotBuild(f"torch {torch.__version__} is built without CUDA")
+    if CUDA_HOME is None or not Path(CUDA_HOME, "bin", "nvcc").exists():
+        raise CannotBuild(f"there is no nvcc (CUDA_HOME is {CUDA_HOME})")
+
+
+def make_extension(backend: str) -> Extension:
+    from torch.utils import cpp_extension
+
+    cxx = ["-O3", "-fvisibility=hidden", "-Wall", "-fopenmp-simd", TARGET_VERSION]
+    if backend == "cpu":
+        return cpp_extension.CppExtension(
+            "bertfast._C",
+            ["csrc/bindings.cpp", *sources("cpu/*.cpp")],
+            include_dirs=[str(ROOT / "csrc")],
+            extra_compile_args={"cxx": cxx},
+            extra_link_args=["-Wl,--as-needed", "-s"],
+            depends=sources("**/*.h"),
+        )
+    import torch
+
+    devices = range(torch.cuda.device_count())
+    archs = cuda_archs(
+        os.environ.get("TORCH_CUDA_ARCH_LIST"), [torch.cuda.get_device_capability(device) for device in devices]
+    )
+    os.environ["TORCH_CUDA_ARCH_LIST"] = archs
+    return cpp_extension.CUDAExtension(
+        "bertfast._C",
+        ["csrc/bindings.cpp", *sources("cpu/*.cpp"), *sources("cuda/*.cpp"), *sources("cuda/*.cu")],
+        include_dirs=[str(ROOT / "csrc")],
+        extra_compile_args={
+            "cxx": [*cxx, "-DUSE_CUDA", f'-DBERTFAST_CUDA_ARCHS="{archs}"'],
+            "nvcc": ["-O3", "-lineinfo", "--threads=2", TARGET_VERSION, "-DUSE_CUDA"],
+        },
+        extra_link_args=["-Wl,--as-needed", "-s"],
+        depends=[*sources("**/*.h"), *sources("**/*.cuh")],
+    )
+
+
+def plan(mode: str) -> tuple[list[str], list[str]]:
+    """The backends to try, largest first, and the reasons of those left out."""
+    if mode not in MODES:
+        raise SystemExit(f"BERTFAST_BUILD={mode} is unknown; expected one of {', '.join(MODES)}")
+    if mode == "none":
+        return [], ["BERTFAST_BUILD=none was set"]
+    attempts, reasons = [], []
+    for backend, check in (("cuda", check_cuda), ("cpu", check_cpu)):
+        if mode not in ("auto", backend):
+            continue
+        try:
+            check()
+            attempts.append(backend)
+        except CannotBuild as error:
+            if mode == backend:
+                raise SystemExit(f"BERTFAST_BUILD={mode}: {error}") from error
+            reasons.append(f"{backend} kernels skipped: {error}")
+    return attempts, reasons
+
+
+def write_record(folder: Path, library: Path | None, backend: str | None, reasons: list[str]) -> None:
+    record = {"built": library is not None, "reason": "; ".join(reasons), "python": platform.python_version()}
+    if library is not None:
+        import torch
+
+        content = library.read_bytes()
+        record |= {
+            "file": library.name,
+            "size": len(content),
+            "sha256": hashlib.sha256(content).hexdigest(),
+            "machine": platform.machine(),
+            "torch": str(torch.__version__),
+            "cuda": torch.version.cuda if backend == "cuda" else None,
+            "archs": os.environ["TORCH_CUDA_ARCH_LIST"].split(";") if backend == "cuda" else [],
+        }
+    folder.mkdir(parents=True, exist_ok=True)
+    for stale in folder.glob("_C.*"):
+        if stale != library:
+            stale.unlink()
+    (folder / "_C.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+MODE = os.environ.get("BERTFAST_BUILD", "auto").strip().lower() or "auto"
+ATTEMPTS, REASONS = plan(MODE)
+for reason in REASONS:
+    say(reason)
+
+
+class BuildPy(build_py):
+    """Records why a pure-Python build has no extension."""
+
+    def run(self):
+        super().run()
+        if not self.distribution.has_ext_modules():
+            folder = ROOT / "bertfast" if self.editable_mode else Path(self.build_lib, "bertfast")
+            write_record(folder, None, None, REASONS)
+
+    def get_outputs(self, include_bytecode=True):
+        outputs = super().get_outputs(include_bytecode)
+        if not self.distribution.has_ext_modules() and not self.editable_mode:
+            outputs.append(os.path.join(self.build_lib, "bertfast", "_C.json"))
+        return outputs
+
+
+commands = {"build_py": BuildPy}
+if ATTEMPTS:
+    from torch.utils.cpp_extension import BuildExtension
+
+    class BuildExt(BuildExtension):
+        """Tries each backend in turn and records what came of it."""
+
+        def run(self):
+            (extension,) = self.extensions
+            library = Path(self.get_ext_fullpath(extension.name))
+            for backend in ATTEMPTS:
+                vars(extension).update(vars(make_extension(backend)))
+                try:
+                    super().run()
+                except Exception as error:
+                    if MODE != "auto":
+                        raise
+                    REASONS.append(f"{backend} kernels skipped: the build failed ({error})")
+                    say(REASONS[-1])
+                else:
+                    write_record(library.parent, library, backend, REASONS)
+                    return
+            self.distribution.ext_modules = []
+            wheel = self.distribution.get_command_obj("bdist_wheel")
+            wheel.root_is_pure = True
+            write_record(library.parent, None, None, REASONS)
+
+    commands["build_ext"] = BuildExt
+
+assert build_ext
+setup(ext_modules=[make_extension(ATTEMPTS[0])] if ATTEMPTS else [], cmdclass=commands)
