@@ -1,0 +1,6 @@
+"""``python -m bertfast``."""
+
+from bertfast.cli import main
+
+if __name__ == "__main__":
+    main()
