@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from bertfast.errors import CheckpointError
+from bertfast.errors import CheckpointError, warn_caller
 from bertfast.hub import HubOptions, Repository
 
 CONFIG_NAME = "config.json"
@@ -69,7 +68,7 @@ class PretrainedConfig:
         dtype, torch_dtype = fields.pop("dtype", None), fields.pop("torch_dtype", None)
         self.dtype = dtype_from(dtype if dtype is not None else torch_dtype)
         model_type = fields.pop("model_type", None)
-        if model_type in self._served_model_types:
+        if model_type in self._served_model_types and model_type != self.model_type:
             self.model_type = model_type
         labels = {name: fields.pop(name, None) for name in ("num_labels", "id2label", "label2id")}
 
@@ -136,10 +135,7 @@ class PretrainedConfig:
             self.num_labels = 2 if num_labels is None else num_labels
             return
         if num_labels is not None and num_labels != len(id2label):
-            warnings.warn(
-                f"num_labels={num_labels} differs from the {len(id2label)} entries of id2label, which is used",
-                stacklevel=3,
-            )
+            warn_caller(f"num_labels={num_labels} differs from the {len(id2label)} entries of id2label, which is used")
         self.id2label = {int(index): label for index, label in id2label.items()}
         if label2id is None:
             label2id = {label: index for index, label in self.id2label.items()}
@@ -199,7 +195,7 @@ class PretrainedConfig:
             raise ValueError(f"num_hidden_layers should be an integer of 0 or more, got {self.num_hidden_layers!r}")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
-                f"hidden_size ({self.hidden_size}) is not a multiple of num_attention_heads ({self.num_attention_heads})"
+                f"hidden_size ({self.hidden_size}) is no multiple of num_attention_heads ({self.num_attention_heads})"
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -248,7 +244,7 @@ class PretrainedConfig:
         """
         model_type = fields.get("model_type")
         if cls._served_model_types and model_type not in (None, "", *cls._served_model_types):
-            warnings.warn(f"a configuration of type {model_type!r} is read as {cls.__name__}", stacklevel=2)
+            warn_caller(f"a configuration of type {model_type!r} is read as {cls.__name__}")
         config = cls(**fields)
         return config.replaced(**overrides) if overrides else config
 
@@ -376,7 +372,7 @@ PRESETS: dict[str, Callable[..., PretrainedConfig]] = {
 
 
 def config_for(source: Any, *, origin: str = "the configuration") -> PretrainedConfig:
-    """One of our configurations from ours, from the content of a `config.json`, or from a configuration of transformers.
+    """One of our configurations, from ours, from the content of a `config.json`, or from one of transformers.
 
     Args:
         source: a `PretrainedConfig` (returned as it is), a mapping with `model_type`, or an object with `to_dict()`.

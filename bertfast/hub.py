@@ -50,12 +50,12 @@ class Repository:
             if not self.folder.is_dir():
                 raise CheckpointError(f"{self.source} has no folder {self.options.subfolder!r}")
         elif path.exists():
-            raise CheckpointError(f"{self.source} is a file; expected a folder with config.json and weights, or a hub id")
+            raise CheckpointError(f"{self.source} is a file; expected the folder of a checkpoint, or a hub id")
         elif not self.source or path.is_absolute() or self.source[0] in ".~" or self.source.count("/") > 1:
             raise CheckpointError(f"{self.source!r} is no folder on this machine, and no id of a hub repository")
 
     def fetch(self, name: str) -> Path | None:
-        """Path of the file `name` on this machine, downloaded if need be; None where the checkpoint has no such file."""
+        """Path of the file `name`, downloaded if need be; None where the checkpoint has no such file."""
         if self.folder is not None:
             path = self.folder / name
             return path if path.is_file() else None
@@ -67,8 +67,7 @@ class Repository:
         return None if path is None else read_json(path)
 
     def _download(self, name: str) -> Path | None:
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import EntryNotFoundError, HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+        from huggingface_hub import errors, hf_hub_download
 
         options = self.options
         try:
@@ -84,12 +83,12 @@ class Repository:
                     force_download=options.force_download,
                 )
             )
-        except LocalEntryNotFoundError:
+        except errors.LocalEntryNotFoundError:
             self.offline = True
             return None
-        except EntryNotFoundError:
+        except errors.EntryNotFoundError:
             return None
-        except (HfHubHTTPError, HFValidationError, OSError) as error:
+        except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
             first_line = str(error).strip().partition("\n")[0]
             raise CheckpointError(f"cannot get {name} of {self.source} from the hub: {first_line}") from error
 
