@@ -44,6 +44,8 @@ class Repository:
         self.source = os.fspath(source)
         self.options = options or HubOptions()
         self.offline = False
+        if not self.source:
+            raise CheckpointError("the path or id of the checkpoint is empty")
         path = Path(self.source).expanduser()
         self.folder = path / self.options.subfolder if path.is_dir() else None
         if self.folder is not None:
@@ -51,7 +53,7 @@ class Repository:
                 raise CheckpointError(f"{self.source} has no folder {self.options.subfolder!r}")
         elif path.exists():
             raise CheckpointError(f"{self.source} is a file; expected the folder of a checkpoint, or a hub id")
-        elif not self.source or path.is_absolute() or self.source[0] in ".~" or self.source.count("/") > 1:
+        elif path.is_absolute() or self.source[0] in ".~" or self.source.count("/") > 1:
             raise CheckpointError(f"{self.source!r} is no folder on this machine, and no id of a hub repository")
 
     def fetch(self, name: str) -> Path | None:

@@ -147,7 +147,12 @@ def test_from_pretrained_reads_a_folder(tmp_path):
         BertConfig.from_pretrained(tmp_path)
     RobertaConfig(model_type="xlm-roberta", hidden_size=24).save_pretrained(tmp_path / "sub")
     config = PretrainedConfig.from_pretrained(tmp_path, subfolder="sub", num_labels=4)
-    assert (type(config), config.model_type, config.hidden_size, config.num_labels) == (RobertaConfig, "xlm-roberta", 24, 4)
+    assert (type(config), config.model_type, config.hidden_size, config.num_labels) == (
+        RobertaConfig,
+        "xlm-roberta",
+        24,
+        4,
+    )
     assert config.name_or_path == str(tmp_path)
     with pytest.warns(UserWarning, match="'xlm-roberta' is read as BertConfig"):
         assert BertConfig.from_pretrained(tmp_path / "sub").model_type == "bert"

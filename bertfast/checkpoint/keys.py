@@ -35,8 +35,9 @@ def match_names(
     matched: dict[str, str] = {}
     unexpected: dict[str, None] = {}
     duplicates: list[str] = []
-    for file_name in sorted(file_names):
-        name = canonical(file_name)
+    # A tensor that already has its present name wins over one that needs renaming.
+    renamed = {file_name: canonical(file_name) for file_name in file_names}
+    for file_name, name in sorted(renamed.items(), key=lambda pair: (pair[0] != pair[1], pair[0])):
         bare = name.removeprefix(f"{prefix}.")
         place = next((n for n in (bare, f"{prefix}.{name}", name) if n in places), None)
         if place is None:
