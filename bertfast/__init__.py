@@ -1,0 +1,31 @@
+"""bertfast: an accelerated BERT backend for PyTorch.
+
+Three ways in: load a model (`bertfast.BertModel.from_pretrained(path)`), build with the fused modules (`bertfast.nn`)
+and ops (`bertfast.ops`), or use the command line (`bertfast --help`).
+"""
+
+from bertfast import models, nn, ops, packing
+from bertfast.backends import BackendError, use_backend
+from bertfast.configuration import PRESETS, BertConfig, DistilBertConfig, PretrainedConfig, RobertaConfig
+from bertfast.errors import CheckpointError
+from bertfast.models import *  # noqa: F403
+from bertfast.tokenization import Tokenizer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PRESETS",
+    "BackendError",
+    "BertConfig",
+    "CheckpointError",
+    "DistilBertConfig",
+    "PretrainedConfig",
+    "RobertaConfig",
+    "Tokenizer",
+    "models",
+    "nn",
+    "ops",
+    "packing",
+    "use_backend",
+    *models.__all__,
+]

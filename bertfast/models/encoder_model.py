@@ -1,0 +1,231 @@
+"""The base model of every family: embeddings, encoder, pooler, with padding removed once around all of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bertfast.configuration import PretrainedConfig
+from bertfast.models.base import PreTrainedModel
+from bertfast.models.outputs import BaseModelOutputWithPooling
+from bertfast.nn import BertEncoder, BertEncoderLayer, FusedBertEmbeddings
+from bertfast.nn.names import BERT_LAYER, LayerNames
+from bertfast.nn.plain import any_hooks
+from bertfast.packing import Packing, check_mask, mask_sizes
+
+IGNORED_LABEL = -100
+
+
+class RowUse(NamedTuple):
+    """Which results at padded positions the caller goes on to use. They exist on the padded path only.
+
+    Attributes:
+        padded_rows: all of them.
+        first_token: the first token of every row, which left padding masks.
+        labels: (B, S); those rows whose label is not -100.
+    """
+
+    padded_rows: bool = False
+    first_token: bool = False
+    labels: Tensor | None = None
+
+
+class Pooler(nn.Module):
+    """tanh(dense(first token))."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """(B, S, N) to (B, N)."""
+        return torch.tanh(self.dense(hidden_states[:, 0]))
+
+
+class EncoderModel(PreTrainedModel):
+    """Embeddings, encoder and, where the family has one, pooler.
+
+    The attribute `unpad` (True) decides whether padding is removed around the embeddings and the encoder; with
+    `unpad = False` padded rows hold what stock models compute for them.
+    """
+
+    encoder_name = "encoder"
+    layer_names: LayerNames = BERT_LAYER
+    positions_follow_padding = False
+
+    def __init__(self, config: PretrainedConfig, add_pooling_layer: bool = True) -> None:
+        super().__init__(config)
+        config = self.config
+        eps = getattr(config, "layer_norm_eps", 1e-12)
+        self.embeddings = FusedBertEmbeddings(
+            config.vocab_size,
+            config.max_position_embeddings,
+            config.hidden_size,
+            getattr(config, "type_vocab_size", 0),
+            pad_token_id=config.pad_token_id,
+            eps=eps,
+            dropout=config.hidden_dropout_prob,
+            positions_follow_padding=self.positions_follow_padding,
+        )
+        layers = [
+            BertEncoderLayer(
+                config.hidden_size,
+                config.num_attention_heads,
+                config.intermediate_size,
+                config.hidden_act,
+                eps=eps,
+                dropout=config.hidden_dropout_prob,
+                attention_dropout=config.attention_probs_dropout_prob,
+                names=self.layer_names,
+            )
+            for _ in range(config.num_hidden_layers)
+        ]
+        self.add_module(self.encoder_name, BertEncoder(layers))
+        self.pooler = Pooler(config.hidden_size) if add_pooling_layer else None
+        self.unpad = True
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        past_key_values: object | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        *,
+        _use: RowUse = RowUse(),
+    ) -> BaseModelOutputWithPooling | tuple[Tensor, ...]:
+        """Runs the encoder.
+
+        Args:
+            input_ids: (B, S) int64; or `inputs_embeds` (B, S, N).
+            attention_mask: (B, S), nonzero where a token is real, of any dtype and pattern; or (B, S, S) or
+                (B, 1 or H, S or 1, S): bool or integer (nonzero takes part) or floating point (added to the scores).
+            token_type_ids, position_ids: (B, S), by default 0 and the family's own positions.
+            encoder_hidden_states, encoder_attention_mask, past_key_values, use_cache: refused; encoders only.
+            output_attentions: also return the attention probabilities of every layer, (B, H, S, S).
+            output_hidden_states: also return the embeddings' and every layer's output, (B, S, N).
+            return_dict: False gives a tuple.
+
+        Returns:
+            `last_hidden_state` (B, S, N) with zeros in padded rows (see `bertfast.packing`), `pooler_output`
+            (B, N), and what was asked for.
+
+        Raises:
+            ValueError: arguments that do not fit or are refused, a mask of another rank.
+            IndexError: ids or positions outside their tables.
+        """
+        for name, value in (
+            ("encoder_hidden_states", encoder_hidden_states),
+            ("encoder_attention_mask", encoder_attention_mask),
+            ("past_key_values", past_key_values),
+            ("use_cache", use_cache or None),
+        ):
+            if value is not None:
+                raise ValueError(f"{name} is not supported: there is no cross-attention and no cache in an encoder")
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("exactly one of input_ids and inputs_embeds must be given")
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        if given.dim() != (2 if inputs_embeds is None else 3):
+            raise ValueError(f"input_ids must be (B, S) or inputs_embeds (B, S, N), got {tuple(given.shape)}")
+        config = self.config
+        output_attentions = config.output_attentions if output_attentions is None else output_attentions
+        output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        return_dict = config.use_return_dict if return_dict is None else return_dict
+
+        if position_ids is None:
+            position_ids = self.embeddings.position_ids_of(input_ids, inputs_embeds)
+        use = _use._replace(
+            padded_rows=_use.padded_rows or bool(output_attentions or output_hidden_states),
+            first_token=_use.first_token or self.pooler is not None,
+        )
+        packing, attn_mask = self._plan(attention_mask, given.shape[0], given.shape[1], given.device, use)
+        encoder = getattr(self, self.encoder_name)
+        if packing is None:
+            embedded = self.embeddings(input_ids, token_type_ids, position_ids, inputs_embeds)
+            hidden_states, all_hidden_states, weights = encoder(
+                embedded,
+                attn_mask,
+                output_hidden_states=output_hidden_states,
+                output_attentions=output_attentions,
+            )
+        else:
+            rows = (packing.batch, packing.seqlen)
+            embedded = self.embeddings(
+                *(
+                    None if t is None else packing.unpad(t.expand(*rows, *t.shape[2:])).unsqueeze(0)
+                    for t in (input_ids, token_type_ids, position_ids, inputs_embeds)
+                )
+            )
+            packed, all_hidden_states, weights = encoder(
+                embedded, cu_seqlens=packing.cu_seqlens, max_seqlen=packing.max_seqlen
+            )
+            hidden_states = packing.repad(packed[0])
+        output = BaseModelOutputWithPooling(
+            last_hidden_state=hidden_states,
+            pooler_output=None if self.pooler is None else self.pooler(hidden_states),
+            hidden_states=all_hidden_states,
+            attentions=weights,
+        )
+        return output if return_dict else output.to_tuple()
+
+    def _plan(
+        self, mask: Tensor | None, batch: int, seqlen: int, device: torch.device, use: RowUse
+    ) -> tuple[Packing | None, Tensor | None]:
+        """The packing to run with, or None and the mask for attention (None when every key takes part)."""
+        if mask is None:
+            return None, None
+        if mask.device != device:
+            raise ValueError(f"attention_mask is on {mask.device}, expected {device}, the device of the input")
+        if mask.dim() != 2:
+            return None, _mask_of_pairs(mask, batch, seqlen)
+        if tuple(mask.shape) != (batch, seqlen):
+            raise ValueError(f"attention_mask must have shape {(batch, seqlen)}, got {tuple(mask.shape)}")
+        real = check_mask(mask)
+        keys = real[:, None, None, :]
+        if use.padded_rows or not self.unpad or _is_traced(real) or self._has_hooks():
+            return None, keys
+        flags = []
+        if use.first_token:
+            flags.append((~real[:, :1]).any())
+        if use.labels is not None:
+            labels = use.labels.to(device).view(batch, seqlen)
+            flags.append(((labels != IGNORED_LABEL) & ~real).any())
+        total, longest, *wanted = mask_sizes(real, *flags)
+        if total == batch * seqlen:
+            return None, None
+        if any(wanted):
+            return None, keys
+        return Packing._from_sizes(real, total, longest), None
+
+    def _has_hooks(self) -> bool:
+        return any_hooks(self.embeddings) or any_hooks(getattr(self, self.encoder_name))
+
+
+def _mask_of_pairs(mask: Tensor, batch: int, seqlen: int) -> Tensor:
+    """A mask over (query, key) pairs for attention: (B, S, S) or four-dimensional, integers as bool."""
+    shape = (batch, 1, *mask.shape[1:]) if mask.dim() == 3 and mask.shape[0] == batch else tuple(mask.shape)
+    heads_fit = len(shape) == 4 and shape[0] in (1, batch) and shape[2] in (1, seqlen) and shape[3] == seqlen
+    if not heads_fit:
+        raise ValueError(
+            f"attention_mask must have shape (B, S), (B, S, S) or (B, 1 or H, S or 1, S) with B={batch}, S={seqlen}; "
+            f"got {tuple(mask.shape)}"
+        )
+    mask = mask.view(shape) if mask.is_contiguous() else mask.reshape(shape)
+    return mask if mask.dtype.is_floating_point or mask.dtype == torch.bool else mask != 0
+
+
+def _is_traced(real: Tensor) -> bool:
+    """Whether lengths cannot be read: a trace or a CUDA graph that is being captured must not depend on values."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or real.is_meta:
+        return True
+    return real.is_cuda and torch.cuda.is_current_stream_capturing()

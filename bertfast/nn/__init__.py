@@ -1,0 +1,16 @@
+"""Drop-in modules that build a BERT encoder from the fused ops."""
+
+from bertfast.nn.attention import FusedSelfAttention
+from bertfast.nn.embeddings import FusedBertEmbeddings
+from bertfast.nn.encoder import BertEncoder, BertEncoderLayer
+from bertfast.nn.feed_forward import FusedFeedForward
+from bertfast.nn.layer_norm import FusedAddLayerNorm
+
+__all__ = [
+    "BertEncoder",
+    "BertEncoderLayer",
+    "FusedAddLayerNorm",
+    "FusedBertEmbeddings",
+    "FusedFeedForward",
+    "FusedSelfAttention",
+]

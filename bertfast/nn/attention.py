@@ -1,0 +1,92 @@
+"""FusedSelfAttention: query, key and value projections around the attention core, padded or packed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from bertfast import ops, reference
+from bertfast.dropout import apply_dropout
+
+
+def self_attention(
+    hidden_states: Tensor,
+    query: nn.Module,
+    key: nn.Module,
+    value: nn.Module,
+    num_heads: int,
+    *,
+    dropout_p: float = 0.0,
+    attn_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    need_weights: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Self-attention over the projections `query`, `key` and `value` (modules, called as such).
+
+    Args:
+        hidden_states: (B, S, N), or packed (1, T, N) with `cu_seqlens` (sequences + 1,) and `max_seqlen`.
+        attn_mask: as in `ops.attention`; padded input only.
+        need_weights: also return the probabilities (B, H, S, S) behind dropout, computed unfused; padded input only.
+
+    Returns:
+        The context, in the shape of `hidden_states`, and the probabilities or None.
+    """
+    q, k, v = (proj(hidden_states).unflatten(-1, (num_heads, -1)) for proj in (query, key, value))
+    if cu_seqlens is not None:
+        if attn_mask is not None or need_weights:
+            raise ValueError("packed hidden_states take neither attn_mask nor need_weights")
+        context = ops.varlen_attention(
+            q[0], k[0], v[0], cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p=dropout_p
+        )
+        return context.flatten(-2).unsqueeze(0), None
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if need_weights:
+        scores = reference.attention_scores(q, k, attn_mask)
+        weights = apply_dropout(reference.softmax(scores.float()).to(v.dtype), dropout_p, "attention", None)
+        return (weights @ v).transpose(1, 2).flatten(-2), weights
+    context = ops.attention(q, k, v, attn_mask, dropout_p=dropout_p)
+    return context.transpose(1, 2).flatten(-2), None
+
+
+class FusedSelfAttention(nn.Module):
+    """Multi-head self-attention without the output projection, as BERT's `attention.self`.
+
+    Args:
+        hidden_size: N.
+        num_heads: H, which divides N.
+        dropout: dropout of the probabilities, in training only.
+
+    Raises:
+        ValueError: `num_heads` does not divide `hidden_size`.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int, dropout: float = 0.0, device=None, dtype=None) -> None:
+        super().__init__()
+        if hidden_size % num_heads:
+            raise ValueError(f"hidden_size must be a multiple of num_heads, got {hidden_size} and {num_heads}")
+        self.num_heads, self.dropout = num_heads, dropout
+        self.query, self.key, self.value = (
+            nn.Linear(hidden_size, hidden_size, device=device, dtype=dtype) for _ in range(3)
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attn_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
+        """(B, S, N), or packed (1, T, N) with `cu_seqlens` and `max_seqlen`, to a context of the same shape."""
+        context, _ = self_attention(
+            hidden_states,
+            self.query,
+            self.key,
+            self.value,
+            self.num_heads,
+            dropout_p=self.dropout if self.training else 0.0,
+            attn_mask=attn_mask,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+        )
+        return context

@@ -1,0 +1,135 @@
+"""BertEncoderLayer and BertEncoder: post-LayerNorm transformer layers over padded or packed hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+
+from torch import Tensor, nn
+
+from bertfast.activations import Activation, get_activation
+from bertfast.nn.attention import self_attention
+from bertfast.nn.feed_forward import feed_forward
+from bertfast.nn.layer_norm import FusedAddLayerNorm
+from bertfast.nn.names import BERT_LAYER, LayerNames, place
+
+
+class BertEncoderLayer(nn.Module):
+    """Self-attention and feed-forward, each followed by LN(residual + dropout(.)).
+
+    Args:
+        hidden_size, num_heads, intermediate_size: N, H and F.
+        activation: of the feed-forward, a configuration name or a callable.
+        eps: of both LayerNorms.
+        dropout: of what is added to each residual, in training only.
+        attention_dropout: of the attention probabilities, in training only.
+        names: where the parameters sit, so that a checkpoint's keys are the state dict's keys.
+
+    Raises:
+        ValueError: `num_heads` does not divide `hidden_size`, or an unknown activation.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        intermediate_size: int,
+        activation: str | Activation = "gelu",
+        *,
+        eps: float = 1e-12,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        names: LayerNames = BERT_LAYER,
+    ) -> None:
+        super().__init__()
+        if hidden_size % num_heads:
+            raise ValueError(f"hidden_size must be a multiple of num_heads, got {hidden_size} and {num_heads}")
+        get_activation(activation)
+        self.num_heads, self.activation, self.attention_dropout = num_heads, activation, attention_dropout
+        for path in (names.query, names.key, names.value, names.attention_out):
+            place(self, path, nn.Linear(hidden_size, hidden_size))
+        place(self, names.attention_norm, FusedAddLayerNorm(hidden_size, eps, dropout))
+        place(self, names.ffn_in, nn.Linear(hidden_size, intermediate_size))
+        place(self, names.ffn_out, nn.Linear(intermediate_size, hidden_size))
+        place(self, names.ffn_norm, FusedAddLayerNorm(hidden_size, eps, dropout))
+        # Looked up in every forward: adapters and quantisers replace children.
+        self._children = attrgetter(*names)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attn_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        need_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """One layer.
+
+        Args:
+            hidden_states: (B, S, N), or packed (1, T, N) with `cu_seqlens` (sequences + 1,) and `max_seqlen`.
+            attn_mask: broadcasts to (B, H, S, S): bool (True takes part) or floating point (added).
+            need_weights: also return the attention probabilities (B, H, S, S).
+
+        Returns:
+            The shape of `hidden_states`; a pair with the probabilities when they are asked for.
+        """
+        query, key, value, attention_out, attention_norm, ffn_in, ffn_out, ffn_norm = self._children(self)
+        context, weights = self_attention(
+            hidden_states,
+            query,
+            key,
+            value,
+            self.num_heads,
+            dropout_p=self.attention_dropout if self.training else 0.0,
+            attn_mask=attn_mask,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            need_weights=need_weights,
+        )
+        attended = attention_norm(attention_out(context), hidden_states)
+        output = ffn_norm(feed_forward(attended, ffn_in, ffn_out, self.activation), attended)
+        return (output, weights) if need_weights else output
+
+
+class BertEncoder(nn.Module):
+    """A stack of encoder layers under the name `layer`."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(layers)
+        self.gradient_checkpointing = False
+        self._checkpoint: Callable | None = None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attn_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        *,
+        output_hidden_states: bool = False,
+        output_attentions: bool = False,
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]:
+        """All layers; see `BertEncoderLayer`.
+
+        Returns:
+            The last hidden states; the input and every layer's output, or None; every layer's attention
+            probabilities (B, H, S, S), or None.
+        """
+        all_hidden_states, all_weights = [hidden_states], []
+        for layer in self.layer:
+            arguments = (hidden_states, attn_mask, cu_seqlens, max_seqlen, output_attentions)
+            if self.gradient_checkpointing and self.training:
+                hidden_states = self._checkpoint(layer, *arguments)
+            else:
+                hidden_states = layer(*arguments)
+            if output_attentions:
+                hidden_states, weights = hidden_states
+                all_weights.append(weights)
+            if output_hidden_states:
+                all_hidden_states.append(hidden_states)
+        return (
+            hidden_states,
+            tuple(all_hidden_states) if output_hidden_states else None,
+            tuple(all_weights) if output_attentions else None,
+        )

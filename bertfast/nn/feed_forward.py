@@ -1,0 +1,57 @@
+"""FusedFeedForward: two linear layers with an activation between."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from bertfast import ops
+from bertfast.activations import Activation, get_activation
+from bertfast.nn.plain import is_plain
+
+_GELU_FORMS = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
+
+
+def feed_forward(x: Tensor, dense_in: nn.Module, dense_out: nn.Module, activation: str | Activation) -> Tensor:
+    """`ops.feed_forward` over the weights of two linear modules, or their calls where they are not plain."""
+    if is_plain(dense_in, nn.Linear) and is_plain(dense_out, nn.Linear):
+        return ops.feed_forward(x, dense_in.weight, dense_in.bias, dense_out.weight, dense_out.bias, activation)
+    return dense_out(get_activation(activation)(dense_in(x)))
+
+
+def dense_activation(x: Tensor, dense: nn.Module, activation: str | Activation) -> Tensor:
+    """activation(dense(x)), as one op where `dense` is plain and the activation an exact or tanh GELU."""
+    approximate = _GELU_FORMS.get(activation) if isinstance(activation, str) else None
+    if approximate is not None and is_plain(dense, nn.Linear):
+        return ops.linear_gelu(x, dense.weight, dense.bias, approximate)
+    return get_activation(activation)(dense(x))
+
+
+class FusedFeedForward(nn.Module):
+    """activation(x W_in^T + b_in) W_out^T + b_out as one module with the children `dense_in` and `dense_out`.
+
+    Args:
+        hidden_size: N, of input and output.
+        intermediate_size: F.
+        activation: a configuration name or a callable.
+
+    Raises:
+        ValueError: an unknown activation.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str | Activation = "gelu",
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__()
+        get_activation(activation)
+        self.activation = activation
+        self.dense_in = nn.Linear(hidden_size, intermediate_size, device=device, dtype=dtype)
+        self.dense_out = nn.Linear(intermediate_size, hidden_size, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., N) to (..., N)."""
+        return feed_forward(x, self.dense_in, self.dense_out, self.activation)

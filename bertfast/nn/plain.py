@@ -1,0 +1,33 @@
+"""Whether a child may be fused: reading its parameters must give what calling it would give."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules import module as _module
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling `module` runs a hook of its own."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether `module` is exactly a `kind` with an ordinary weight and nothing attached to its call.
+
+    False for subclasses (quantised, LoRA), parametrised modules (their class is made on the fly), hooks, a `forward`
+    put on the instance (offloading) and weights that are tensor subclasses (DTensor, torchao).
+    """
+    return (
+        type(module) is kind
+        and type(module.weight) is nn.Parameter
+        and not has_hooks(module)
+        and "forward" not in module.__dict__
+        and not _module._has_any_global_hook()
+    )
+
+
+def any_hooks(root: nn.Module) -> bool:
+    """Whether a hook sits on `root` or on any module inside it, or on all modules."""
+    return _module._has_any_global_hook() or any(has_hooks(module) for module in root.modules())

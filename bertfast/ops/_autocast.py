@@ -1,0 +1,22 @@
+"""What autocast makes of an op's inputs, so that fused ops give the dtypes that stock PyTorch gives."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Casts floating point tensors as autocast does for GEMMs and attention; fp64 is left alone, as torch does."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        t.to(dtype) if t is not None and t.dtype.is_floating_point and t.dtype != torch.float64 else t for t in tensors
+    )
+
+
+def normalises_in_float32(x: Tensor) -> bool:
+    """Whether stock LayerNorm returns fp32 here: CUDA's autocast lists it under fp32, the CPU's does not."""
+    return x.is_cuda and torch.is_autocast_enabled("cuda")

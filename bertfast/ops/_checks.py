@@ -1,0 +1,65 @@
+"""Argument checks shared by the public ops: each names the argument, what was expected and what came.
+
+They look at metadata only and cost no transfer; while tracing, comparisons of sizes become guards or symbolic checks.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+
+def check_devices(**tensors: Tensor | None) -> None:
+    """Raises ValueError unless all tensors live on the device of the first."""
+    named = [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
+    first_name, first = named[0]
+    device = first.device
+    for name, tensor in named[1:]:
+        if tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}, expected {device}, the device of {first_name}")
+
+
+def check_floating(**tensors: Tensor | None) -> None:
+    """Raises TypeError unless all tensors are of a floating point dtype."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not tensor.dtype.is_floating_point:
+            raise TypeError(f"{name} must be a floating point tensor, got {tensor.dtype}")
+
+
+def check_shape(name: str, tensor: Tensor | None, expected: tuple[int, ...]) -> None:
+    """Raises ValueError unless `tensor` (if any) has the shape `expected`."""
+    if tensor is not None and tuple(tensor.shape) != expected:
+        raise ValueError(f"{name} must have shape {expected}, got {tuple(tensor.shape)}")
+
+
+def check_rank(name: str, tensor: Tensor, minimum: int) -> None:
+    """Raises ValueError unless `tensor` has at least `minimum` dimensions."""
+    if tensor.dim() < minimum:
+        raise ValueError(f"{name} must have at least {minimum} dimension(s), got shape {tuple(tensor.shape)}")
+
+
+def values_are_checked(tensor: Tensor) -> bool:
+    """Whether checks of values (ids in range, cu_seqlens ascending) run on `tensor`.
+
+    On the CPU they always do. On a GPU they would cost a transfer that stalls the stream, so they need
+    `BERTFAST_VALIDATE=1`. A trace has no values to look at.
+    """
+    if torch.compiler.is_compiling() or tensor.is_meta:
+        return False
+    return tensor.device.type == "cpu" or os.environ.get("BERTFAST_VALIDATE") == "1"
+
+
+def check_range(name: str, ids: Tensor | None, size: int, table: str) -> None:
+    """Raises IndexError unless all `ids` are in [0, size); TypeError unless they are int32 or int64."""
+    if ids is None:
+        return
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 or int64, got {ids.dtype}")
+    if not values_are_checked(ids) or ids.numel() == 0:
+        return
+    low, high = (int(v) for v in torch.aminmax(ids))
+    if low < 0 or high >= size:
+        wrong = low if low < 0 else high
+        raise IndexError(f"{name} has the value {wrong}, expected 0 <= value < {size}, the rows of {table}")

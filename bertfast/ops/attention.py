@@ -1,0 +1,177 @@
+"""attention: softmax(query key^T * scale + mask) value on padded tensors, as scaled_dot_product_attention.
+
+FLOPs: 4 S_q S_k D per (batch, head). Memory floor: query, key, value and out once each, (2 S_q + 2 S_k) D elements.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bertfast import reference
+from bertfast.backends import Capability, choose, describe, needs_grad, register
+from bertfast.dropout import check_probability, dropout_mask
+from bertfast.ops._autocast import to_autocast
+from bertfast.ops._checks import check_devices, check_floating, check_rank
+
+
+def mask_kind(attn_mask: Tensor | None) -> str:
+    """`"none"`, `"bool"` or `"float"`; any other dtype is a TypeError."""
+    if attn_mask is None:
+        return "none"
+    if attn_mask.dtype == torch.bool:
+        return "bool"
+    if attn_mask.dtype.is_floating_point:
+        return "float"
+    raise TypeError(f"attn_mask must be bool (True takes part) or floating point (added), got {attn_mask.dtype}")
+
+
+def causal_mask(s_q: int, s_k: int, device: torch.device, bottom_right: bool = False) -> Tensor:
+    """(s_q, s_k) bool, True where the query may see the key."""
+    return torch.ones(s_q, s_k, dtype=torch.bool, device=device).tril(s_k - s_q if bottom_right else 0)
+
+
+def _bias_like(attn_mask: Tensor, query: Tensor) -> Tensor:
+    """A float mask in the query's dtype; finite values stay finite, so that they remain arithmetic (fp32's lowest
+    number would become -inf in half precision and mask what it should only weigh)."""
+    if attn_mask.dtype == query.dtype:
+        return attn_mask
+    limits = torch.finfo(query.dtype)
+    finite = attn_mask.clamp(limits.min, limits.max)
+    return torch.where(attn_mask.isinf(), attn_mask, finite).to(query.dtype)
+
+
+def sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, seed, bottom_right=False, enable_gqa=False):
+    """Stock scaled_dot_product_attention with a mask and causality together, and with a replayed dropout mask."""
+    if is_causal and (attn_mask is not None or (bottom_right and query.shape[-2] != key.shape[-2])):
+        visible = causal_mask(query.shape[-2], key.shape[-2], query.device, bottom_right)
+        if attn_mask is None:
+            attn_mask = visible
+        elif attn_mask.dtype == torch.bool:
+            attn_mask = attn_mask & visible
+        else:
+            attn_mask = attn_mask.masked_fill(~visible, -math.inf)
+        is_causal = False
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        attn_mask = _bias_like(attn_mask, query)
+    if dropout_p > 0.0 and seed is not None:
+        batch, heads, s_q, _ = query.shape
+        keep = dropout_mask(seed, (batch, heads, s_q, key.shape[-2]), dropout_p, "attention")
+        return reference.attention(
+            query,
+            key,
+            value,
+            attn_mask,
+            keep=keep,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+        )[0]
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def _torch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, seed):
+    if attn_mask is not None and attn_mask.dim() == 3:
+        attn_mask = attn_mask.unsqueeze(0)
+    return sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, seed, enable_gqa=enable_gqa)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    backend: str | None = None,
+    _seed: Tensor | None = None,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention` by name, argument for argument.
+
+    Equivalent PyTorch::
+
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+    and beyond it: a row without any key gives 0 and passes 0 gradients on every backend, `attn_mask` and
+    `is_causal` may be given together, and a float mask may have any floating point dtype.
+
+    Args:
+        query: (B, H, S_q, D) fp16, bf16, fp32 or fp64, any strides.
+        key, value: (B, H, S_k, D); with `enable_gqa` their H may divide the query's.
+        attn_mask: broadcasts to (B, H, S_q, S_k). bool: True takes part; floating point: added to the scaled scores.
+        dropout_p: dropout of the probabilities, applied whenever it is above 0.
+        is_causal: query i sees keys up to i (aligned at the top left).
+        scale: factor of the scores, 1/sqrt(D) by default.
+        backend: a backend's name, or None for the one in force.
+        _seed: int64 tensor of one element that fixes the dropout mask (see `ops.dropout_mask`).
+
+    Returns:
+        (B, H, S_q, D) in the query's dtype (autocast's dtype under autocast).
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, `dropout_p` outside [0, 1].
+        TypeError: a mask that is neither bool nor floating point.
+        BackendError: `backend` cannot serve these inputs.
+    """
+    check_probability(dropout_p)
+    check_floating(query=query, key=key, value=value)
+    check_devices(query=query, key=key, value=value, attn_mask=attn_mask)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} must have shape (B, H, S, D), got {tuple(tensor.shape)}")
+    check_attention_shapes(query, key, value, enable_gqa, heads_dim=1)
+    query, key, value = to_autocast(query, key, value)
+    check_same_dtype(query, key, value)
+    kind = mask_kind(attn_mask)
+    if attn_mask is not None:
+        _check_mask_shape(attn_mask, (*query.shape[:3], key.shape[2]))
+    grad = needs_grad(query, key, value, attn_mask)
+    call = describe(
+        "attention",
+        (query,),
+        grad=grad,
+        dropout_p=dropout_p,
+        head_dim=query.shape[-1],
+        mask=kind,
+        features=("enable_gqa",) if enable_gqa else (),
+    )
+    chosen = choose(call, backend)
+    return chosen.implementation(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, _seed)
+
+
+def check_attention_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, heads_dim: int) -> None:
+    """Raises ValueError unless key and value fit each other and the query (sequence lengths apart)."""
+    if tuple(key.shape[:-1]) != tuple(value.shape[:-1]):
+        raise ValueError(f"value must have the key's shape {tuple(key.shape)}, got {tuple(value.shape)}")
+    if key.shape[-1] != query.shape[-1]:
+        raise ValueError(f"key must have the query's head dim {query.shape[-1]}, got {key.shape[-1]}")
+    if heads_dim == 1 and key.shape[0] != query.shape[0]:
+        raise ValueError(f"key must have the query's batch size {query.shape[0]}, got {key.shape[0]}")
+    heads_q, heads_k = query.shape[heads_dim], key.shape[heads_dim]
+    if heads_q != heads_k and not (enable_gqa and heads_k and heads_q % heads_k == 0):
+        raise ValueError(f"key must have the query's {heads_q} heads, got {heads_k} (enable_gqa={enable_gqa})")
+
+
+def check_same_dtype(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raises ValueError unless key and value have the query's dtype."""
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.dtype != query.dtype:
+            raise ValueError(f"{name} must have the query's dtype {query.dtype}, got {tensor.dtype}")
+
+
+def _check_mask_shape(attn_mask: Tensor, full: tuple[int, ...]) -> None:
+    check_rank("attn_mask", attn_mask, 2)
+    pairs = zip(reversed(attn_mask.shape), reversed(full), strict=False)
+    if attn_mask.dim() > 4 or any(have not in (1, want) for have, want in pairs):
+        raise ValueError(f"attn_mask must broadcast to {full}, got {tuple(attn_mask.shape)}")
+
+
+register(Capability("attention", "torch", _torch, features=frozenset({"enable_gqa"})))

@@ -1,0 +1,169 @@
+"""embed_layer_norm: word + token type + position embeddings, LayerNorm, dropout.
+
+Memory floor for T tokens of width N at e bytes an element: one gathered word row and one output row each, 2 T N e; the
+position and token type rows stay in cache.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bertfast.backends import FLOAT, Capability, choose, describe, needs_grad, register
+from bertfast.dropout import apply_dropout, check_probability
+from bertfast.ops._checks import check_devices, check_floating, check_range, check_shape
+from bertfast.ops._library import extension_unavailable
+from bertfast.ops.layer_norm import add_layer_norm
+
+
+def _composed(
+    backend,
+    input_ids,
+    token_type_ids,
+    position_ids,
+    word,
+    position,
+    token_type,
+    weight,
+    bias,
+    eps,
+    dropout_p,
+    padding_idx,
+    position_padding_idx,
+    inputs_embeds,
+    seed,
+):
+    total = F.embedding(input_ids, word, padding_idx) if inputs_embeds is None else inputs_embeds
+    if token_type is not None:
+        total = total + (token_type[0] if token_type_ids is None else F.embedding(token_type_ids, token_type))
+    places = F.embedding(position_ids, position, position_padding_idx).expand_as(total)
+    normalised = add_layer_norm(total, places, weight, bias, eps, backend=backend)
+    return apply_dropout(normalised, dropout_p, "embed_layer_norm", seed)
+
+
+def embed_layer_norm(
+    input_ids: Tensor | None,
+    token_type_ids: Tensor | None,
+    position_ids: Tensor | None,
+    word: Tensor,
+    position: Tensor,
+    token_type: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float = 1e-12,
+    *,
+    dropout_p: float = 0.0,
+    padding_idx: int | None = None,
+    position_padding_idx: int | None = None,
+    inputs_embeds: Tensor | None = None,
+    backend: str | None = None,
+    _seed: Tensor | None = None,
+) -> Tensor:
+    """The embedding layer of BERT: three gathers, their sum, LayerNorm, dropout.
+
+    Equivalent PyTorch::
+
+        total = F.embedding(input_ids, word, padding_idx) + F.embedding(token_type_ids, token_type)
+        total = total + F.embedding(position_ids, position)
+        return F.dropout(F.layer_norm(total, (N,), weight, bias, eps), dropout_p)
+
+    Args:
+        input_ids: (..., S) int32 or int64; None when `inputs_embeds` is given.
+        token_type_ids: shape of `input_ids`, or broadcasting to it; None means type 0.
+        position_ids: shape of `input_ids`, or broadcasting to it; None means 0 .. S - 1.
+        word, position, token_type: (rows, N) tables; `token_type` None for models without token types.
+        weight, bias: (N,) of the LayerNorm.
+        eps: added to the variance in fp32.
+        dropout_p: dropout of the output, applied whenever it is above 0.
+        padding_idx: the row of `word` that gets no gradient.
+        position_padding_idx: the row of `position` that gets no gradient (RoBERTa's padding has a position of its own).
+        inputs_embeds: (..., S, N) rows that take the place of `word[input_ids]`.
+        backend: a backend's name, or None for the one in force.
+        _seed: int64 tensor of one element that fixes the dropout mask (see `ops.dropout_mask`).
+
+    Returns:
+        (..., S, N) in the promoted dtype of the tables.
+
+    Raises:
+        ValueError: shapes or devices that do not fit, both or neither of `input_ids` and `inputs_embeds`.
+        IndexError: an id outside its table (on a GPU the values are looked at when `BERTFAST_VALIDATE=1`).
+        BackendError: `backend` cannot serve these inputs.
+    """
+    check_probability(dropout_p)
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("exactly one of input_ids and inputs_embeds must be given")
+    tables = {"word": word, "position": position, "token_type": token_type}
+    check_floating(**tables, weight=weight, bias=bias, inputs_embeds=inputs_embeds)
+    check_devices(
+        **tables,
+        weight=weight,
+        bias=bias,
+        input_ids=input_ids,
+        token_type_ids=token_type_ids,
+        position_ids=position_ids,
+        inputs_embeds=inputs_embeds,
+    )
+    width = word.shape[-1]
+    for name, table in tables.items():
+        if table is not None and (table.dim() != 2 or table.shape[1] != width):
+            raise ValueError(f"{name} must have shape (rows, {width}), got {tuple(table.shape)}")
+    check_shape("weight", weight, (width,))
+    check_shape("bias", bias, (width,))
+    if token_type_ids is not None and token_type is None:
+        raise ValueError("token_type_ids were given, but there is no token_type table")
+    if inputs_embeds is not None and (inputs_embeds.dim() < 2 or inputs_embeds.shape[-1] != width):
+        raise ValueError(f"inputs_embeds must have shape (..., S, {width}), got {tuple(inputs_embeds.shape)}")
+    shape = input_ids.shape if inputs_embeds is None else inputs_embeds.shape[:-1]
+    if position_ids is None:
+        if shape[-1] > position.shape[0]:
+            raise IndexError(f"the sequence has {shape[-1]} tokens, but position has only {position.shape[0]} rows")
+        position_ids = torch.arange(shape[-1], device=word.device)
+    else:
+        _check_broadcast("position_ids", position_ids, shape)
+        check_range("position_ids", position_ids, position.shape[0], "position")
+    if token_type_ids is not None:
+        _check_broadcast("token_type_ids", token_type_ids, shape)
+        check_range("token_type_ids", token_type_ids, token_type.shape[0], "token_type")
+    check_range("input_ids", input_ids, word.shape[0], "word")
+    floats = (word, position, token_type, weight, bias, inputs_embeds)
+    call = describe(
+        "embed_layer_norm", floats, grad=needs_grad(*floats), dropout_p=dropout_p, width=width
+    )
+    return choose(call, backend).implementation(
+        input_ids,
+        token_type_ids,
+        position_ids,
+        word,
+        position,
+        token_type,
+        weight,
+        bias,
+        eps,
+        dropout_p,
+        padding_idx,
+        position_padding_idx,
+        inputs_embeds,
+        _seed,
+    )
+
+
+def _check_broadcast(name: str, ids: Tensor, shape: torch.Size) -> None:
+    pairs = zip(reversed(ids.shape), reversed(shape), strict=False)
+    if ids.dim() > len(shape) or any(have not in (1, want) for have, want in pairs):
+        raise ValueError(f"{name} must broadcast to {tuple(shape)}, got {tuple(ids.shape)}")
+
+
+register(Capability("embed_layer_norm", "torch", functools.partial(_composed, "torch")))
+register(
+    Capability(
+        "embed_layer_norm",
+        "cpu",
+        functools.partial(_composed, "cpu"),
+        devices=frozenset({"cpu"}),
+        dtypes=FLOAT,
+        unavailable=extension_unavailable,
+    )
+)

@@ -1,0 +1,187 @@
+"""add_layer_norm: LN(residual + dropout(x + x_bias)), the op between any two GEMMs of a post-LayerNorm encoder.
+
+Memory floor for M rows of width N at e bytes an element: forward reads x and residual and writes out, 3 M N e bytes;
+backward reads dout and the saved sum and writes dx (and dresidual when dropout makes it differ), 3 to 4 M N e bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from bertfast.backends import FLOAT, Capability, choose, describe, needs_grad, register
+from bertfast.dropout import apply_dropout, check_probability, new_seed
+from bertfast.ops._autocast import normalises_in_float32
+from bertfast.ops._checks import check_devices, check_floating, check_rank, check_shape
+from bertfast.ops._library import define, extension_unavailable
+
+_BACKENDS = ("cpu",)
+
+
+def _fwd_fake(x, residual, weight, bias, x_bias, seed, eps, dropout_p, need_sum):
+    dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    out = x.new_empty(x.shape, dtype=dtype)
+    total = x.new_empty(x.shape if need_sum else (0,), dtype=dtype)
+    mean = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return out, total, mean, torch.empty_like(mean)
+
+
+def _bwd_fake(dout, dsum, total, mean, rstd, weight, seed, dropout_p, has_residual, has_x_bias):
+    dx = total.new_empty(total.shape)
+    dresidual = total.new_empty(total.shape if has_residual and seed is not None else (0,))
+    dweight = weight.new_empty(weight.shape, dtype=torch.float32)
+    dx_bias = weight.new_empty(weight.shape if has_x_bias else (0,), dtype=torch.float32)
+    return dx, dresidual, dweight, torch.empty_like(dweight), dx_bias
+
+
+_FWD = define(
+    "add_layer_norm_fwd",
+    "(Tensor x, Tensor? residual, Tensor weight, Tensor bias, Tensor? x_bias, Tensor? seed, float eps,"
+    " float dropout_p, bool need_sum) -> (Tensor out, Tensor sum, Tensor mean, Tensor rstd)",
+    _fwd_fake,
+    _BACKENDS,
+)
+_BWD = define(
+    "add_layer_norm_bwd",
+    "(Tensor dout, Tensor? dsum, Tensor sum, Tensor mean, Tensor rstd, Tensor weight, Tensor? seed,"
+    " float dropout_p, bool has_residual, bool has_x_bias)"
+    " -> (Tensor dx, Tensor dresidual, Tensor dweight, Tensor dbias, Tensor dx_bias)",
+    _bwd_fake,
+    _BACKENDS,
+)
+
+
+class _AddLayerNorm(torch.autograd.Function):
+    """Saves the sum, the statistics and the seed; the dropout mask is regenerated. Differentiable once."""
+
+    @staticmethod
+    def forward(ctx, x, residual, weight, bias, x_bias, seed, eps, dropout_p, return_sum, backend):
+        out, total, mean, rstd = _FWD[backend](x, residual, weight, bias, x_bias, seed, eps, dropout_p, True)
+        ctx.save_for_backward(total, mean, rstd, weight, seed)
+        ctx.backend, ctx.dropout_p, ctx.return_sum = backend, dropout_p, return_sum
+        ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, residual, weight, bias, x_bias))
+        ctx.set_materialize_grads(False)
+        return (out, total) if return_sum else out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dsum=None):
+        total, mean, rstd, weight, seed = ctx.saved_tensors
+        x_dtype, residual_dtype, weight_dtype, bias_dtype, x_bias_dtype = ctx.dtypes
+        if dout is None:
+            dout = torch.zeros_like(total)
+        dx, dresidual, dweight, dbias, dx_bias = _BWD[ctx.backend](
+            dout, dsum, total, mean, rstd, weight, seed, ctx.dropout_p, residual_dtype is not None, x_bias_dtype is not None
+        )
+        if seed is None:
+            dresidual = dx
+        return (
+            dx.to(x_dtype),
+            None if residual_dtype is None else dresidual.to(residual_dtype),
+            dweight.to(weight_dtype),
+            dbias.to(bias_dtype),
+            None if x_bias_dtype is None else dx_bias.to(x_bias_dtype),
+            *(None,) * 5,
+        )
+
+
+def _fused(x, residual, weight, bias, eps, x_bias, dropout_p, return_sum, seed, backend, grad):
+    if dropout_p > 0.0 and seed is None:
+        seed = new_seed(x.device)
+    if dropout_p == 0.0:
+        seed = None
+    if grad:
+        return _AddLayerNorm.apply(x, residual, weight, bias, x_bias, seed, eps, dropout_p, return_sum, backend)
+    out, total, _, _ = _FWD[backend](x, residual, weight, bias, x_bias, seed, eps, dropout_p, return_sum)
+    return (out, total) if return_sum else out
+
+
+def _torch(x, residual, weight, bias, eps, x_bias, dropout_p, return_sum, seed, backend, grad):
+    total = apply_dropout(x if x_bias is None else x + x_bias, dropout_p, "add_layer_norm", seed)
+    if residual is not None:
+        total = residual + total
+    elif return_sum and total is x:
+        total = x.clone()
+    if weight.dtype == total.dtype == bias.dtype:
+        out = F.layer_norm(total, weight.shape, weight, bias, eps)
+    else:
+        # Stock LayerNorm refuses some mixes (fp16 input and fp32 weight); fp32 holds all of them exactly.
+        wide = torch.promote_types(torch.promote_types(total.dtype, weight.dtype), bias.dtype)
+        out = F.layer_norm(total.to(wide), weight.shape, weight.to(wide), bias.to(wide), eps)
+        out = out.float() if normalises_in_float32(x) else out.to(total.dtype)
+    return (out, total) if return_sum else out
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float = 1e-12,
+    *,
+    x_bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_sum: bool = False,
+    backend: str | None = None,
+    _seed: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """LN(residual + dropout(x + x_bias)) over the last dimension, statistics in fp32 (fp64 for fp64).
+
+    Equivalent PyTorch::
+
+        total = residual + F.dropout(x + x_bias, dropout_p)
+        return F.layer_norm(total, (N,), weight, bias, eps)
+
+    Args:
+        x: (..., N) fp16, bf16, fp32 or fp64, any strides.
+        residual: shape of `x`, its own dtype; None gives plain LayerNorm.
+        weight, bias: (N,), their own dtypes.
+        eps: added to the variance in fp32.
+        x_bias: (N,), the bias of the linear layer that made `x`; None for none.
+        dropout_p: applied whenever it is above 0; modules pass 0 outside training.
+        return_sum: also return the sum in front of the LayerNorm (pre-norm models feed it on).
+        backend: a backend's name, or None for the one in force.
+        _seed: int64 tensor of one element that fixes the dropout mask (see `ops.dropout_mask`).
+
+    Returns:
+        (..., N) in the promoted dtype of `x` and `residual` (fp32 under CUDA autocast, as LayerNorm there), or a
+        pair of it and the sum. Each gradient has its input's dtype. Differentiable once on fused backends.
+
+    Raises:
+        ValueError: shapes or devices that do not fit, `dropout_p` outside [0, 1].
+        TypeError: an input that is not floating point.
+        BackendError: `backend` cannot serve these inputs.
+    """
+    check_probability(dropout_p)
+    check_floating(x=x, residual=residual, weight=weight, bias=bias, x_bias=x_bias)
+    check_devices(x=x, residual=residual, weight=weight, bias=bias, x_bias=x_bias)
+    check_rank("x", x, 1)
+    width = x.shape[-1]
+    check_shape("residual", residual, tuple(x.shape))
+    for name, tensor in (("weight", weight), ("bias", bias), ("x_bias", x_bias)):
+        check_shape(name, tensor, (width,))
+    if normalises_in_float32(x) and residual is None:
+        x = x.float()
+    grad = needs_grad(x, residual, weight, bias, x_bias)
+    call = describe(
+        "add_layer_norm", (x, residual, weight, bias, x_bias), grad=grad, dropout_p=dropout_p, width=width
+    )
+    chosen = choose(call, backend)
+    return chosen.implementation(
+        x, residual, weight, bias, eps, x_bias, dropout_p, return_sum, _seed, chosen.backend, grad
+    )
+
+
+register(Capability("add_layer_norm", "torch", _torch))
+register(
+    Capability(
+        "add_layer_norm",
+        "cpu",
+        _fused,
+        devices=frozenset({"cpu"}),
+        dtypes=FLOAT,
+        unavailable=extension_unavailable,
+    )
+)

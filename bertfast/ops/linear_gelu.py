@@ -1,0 +1,68 @@
+"""linear_gelu: gelu(x weight^T + bias), the first half of the feed-forward.
+
+FLOPs: 2 M N K for x (M, K) and weight (N, K). Memory floor: x, weight and out once each.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from bertfast.backends import Capability, choose, describe, needs_grad, register
+from bertfast.ops._autocast import to_autocast
+from bertfast.ops._checks import check_devices, check_floating, check_rank, check_shape
+
+
+def _torch(x, weight, bias, approximate):
+    return F.gelu(F.linear(x, weight, bias), approximate=approximate)
+
+
+def linear_gelu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    approximate: str = "none",
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """GELU of a linear layer.
+
+    Equivalent PyTorch::
+
+        return F.gelu(F.linear(x, weight, bias), approximate=approximate)
+
+    Args:
+        x: (..., K) fp16, bf16, fp32 or fp64.
+        weight: (N, K) as `nn.Linear.weight`.
+        bias: (N,) or None.
+        approximate: `"none"` for the exact form by erf, `"tanh"` for the tanh form.
+        backend: a backend's name, or None for the one in force.
+
+    Returns:
+        (..., N) in the dtype of `x` (autocast's dtype under autocast).
+
+    Raises:
+        ValueError: shapes or devices that do not fit, an unknown `approximate`.
+        BackendError: `backend` cannot serve these inputs.
+    """
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
+    check_linear(x, weight, bias, "x", "weight", "bias")
+    x, weight, bias = to_autocast(x, weight, bias)
+    call = describe("linear_gelu", (x, weight, bias), grad=needs_grad(x, weight, bias))
+    return choose(call, backend).implementation(x, weight, bias, approximate)
+
+
+def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *names: str) -> None:
+    """Raises ValueError or TypeError unless `weight` and `bias` make a linear layer on `x`."""
+    x_name, weight_name, bias_name = names
+    tensors = {x_name: x, weight_name: weight, bias_name: bias}
+    check_floating(**tensors)
+    check_devices(**tensors)
+    check_rank(x_name, x, 1)
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(f"{weight_name} must have shape (N, {x.shape[-1]}), got {tuple(weight.shape)}")
+    check_shape(bias_name, bias, (weight.shape[0],))
+
+
+register(Capability("linear_gelu", "torch", _torch))
