@@ -44,6 +44,13 @@ inline void check_same_shape(const char* name, const torch::stable::Tensor& tens
                   shape_of(tensor));
 }
 
+inline void check_statistics(const char* name, const torch::stable::Tensor& tensor, int64_t rows) {
+  STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Float, name, ": expected float32, got ",
+                  torch::headeronly::toString(tensor.scalar_type()));
+  STD_TORCH_CHECK(tensor.numel() == rows, name, ": expected one value per row, ", rows, ", got shape ",
+                  shape_of(tensor));
+}
+
 inline void check_probability(const char* name, double p) {
   STD_TORCH_CHECK(p >= 0 && p <= 1, name, ": expected a probability in [0, 1], got ", p);
 }
@@ -56,6 +63,8 @@ inline void check_seed(const char* name, const std::optional<torch::stable::Tens
 }
 
 // torch.promote_types of two of fp32, bf16 and fp16.
-inline ScalarType promote(ScalarType a, ScalarType b) { return a == b ? a : ScalarType::Float; }
+inline ScalarType promote(ScalarType a, ScalarType b) {
+  return a == b ? a : ScalarType::Float;
+}
 
 }  // namespace bertfast

@@ -26,14 +26,14 @@
 #include "check.h"
 #include "philox.h"
 #include "simd.h"
+#include "tensor.h"
 
 namespace bertfast {
 namespace {
 
-using torch::stable::Tensor;
-
 constexpr int64_t kGrain = 16384;  // values that pay for waking another thread
-constexpr int64_t kMaxChunks = 32;
+constexpr int64_t kMinChunkRows = 64;
+constexpr int64_t kMaxChunks = 64;  // their partial sums, 3 N each, must stay in cache
 
 // Four independent accumulators: with one, the latency of an addition and not the loads would set the pace.
 template <class Term>
@@ -49,10 +49,6 @@ BERTFAST_INLINE float sum_of(int64_t size, const Term& term) {
   }
   for (int64_t i = 4 * quarter; i < size; ++i) s0 += term(i);
   return (s0 + s1) + (s2 + s3);
-}
-
-Tensor as_contiguous(const Tensor& tensor) {
-  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
 // A (N,) tensor as fp32, converted only if it has to be. Empty without a tensor.
@@ -88,7 +84,7 @@ struct Forward {
   MutableRows out, sum;
   float *mean, *rstd;
 
-  BERTFAST_INLINE void row(int64_t i, float* x_buffer, float* residual_buffer, float* z_buffer) const {
+  BERTFAST_INLINE void row(int64_t i, float* x_buffer, float* residual_buffer, float* z_buffer, uint32_t* words) const {
     const int64_t n = x.width;
     const float* px = x.read(i, x_buffer);
     const float* pb = x_bias;
@@ -99,7 +95,7 @@ struct Forward {
       } else if (px != x_buffer) {
         std::copy(px, px + n, x_buffer);
       }
-      dropout_row(*dropout, i, n, x_buffer);
+      dropout_row(*dropout, i, n, x_buffer, words);
       px = x_buffer;
     }
     float* z = sum ? sum.target(i, z_buffer) : z_buffer;
@@ -131,7 +127,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd(Tensor x, std::opt
                                                               bool need_sum) {
   check_float("x", x);
   check_min_dim("x", x, 1);
-  const auto sizes = x.sizes().vec();
+  const std::vector<int64_t> sizes = sizes_of(x);
   const int64_t n = sizes.back();
   const int64_t m = n == 0 ? 0 : x.numel() / n;
   check_vector("weight", weight, n);
@@ -145,10 +141,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd(Tensor x, std::opt
 
   const ScalarType dtype = residual ? promote(x.scalar_type(), residual->scalar_type()) : x.scalar_type();
   const std::vector<int64_t> row_sizes(sizes.begin(), sizes.end() - 1);
-  Tensor out = torch::stable::empty(sizes, dtype);
-  Tensor sum = need_sum ? torch::stable::empty(sizes, dtype) : torch::stable::empty({0}, dtype);
-  Tensor mean = torch::stable::empty(row_sizes, ScalarType::Float);
-  Tensor rstd = torch::stable::empty(row_sizes, ScalarType::Float);
+  Tensor out = new_empty(x, sizes, dtype);
+  Tensor sum = need_sum ? new_empty(x, sizes, dtype) : new_empty(x, {0}, dtype);
+  Tensor mean = new_empty(x, row_sizes, ScalarType::Float);
+  Tensor rstd = new_empty(x, row_sizes, ScalarType::Float);
   if (m == 0) return {out, sum, mean, rstd};
 
   x = as_contiguous(x);
@@ -167,12 +163,146 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd(Tensor x, std::opt
                         rstd.mutable_data_ptr<float>()};
   torch::stable::parallel_for(0, m, std::max<int64_t>(1, kGrain / n), [&](int64_t begin, int64_t end) {
     std::vector<float> buffers(3 * n);
+    std::vector<uint32_t> words(forward.dropout ? n + 3 : 0);
     float* buffer = buffers.data();
     with_best_isa([&]() __attribute__((always_inline)) {
-      for (int64_t i = begin; i < end; ++i) forward.row(i, buffer, buffer + n, buffer + 2 * n);
+      for (int64_t i = begin; i < end; ++i) forward.row(i, buffer, buffer + n, buffer + 2 * n, words.data());
     });
   });
   return {out, sum, mean, rstd};
+}
+
+struct Backward {
+  Rows dout, dsum, sum;
+  const float *mean, *rstd, *weight;
+  std::optional<Dropout> dropout;
+  MutableRows dx, dresidual;
+
+  // Adds the row to the sums over rows; without x_bias, dx_bias is null.
+  BERTFAST_INLINE void row(int64_t i, float* buffers, uint32_t* words, float* dweight, float* dbias,
+                           float* dx_bias) const {
+    const int64_t n = sum.width;
+    const float* pd = dout.read(i, buffers);
+    const float* pz = sum.read(i, buffers + n);
+    const float* ps = dsum ? dsum.read(i, buffers + 2 * n) : nullptr;
+    const float m = mean[i], r = rstd[i];
+    float mean_g = 0, mean_g_xhat = 0;
+#pragma omp simd reduction(+ : mean_g, mean_g_xhat)
+    for (int64_t j = 0; j < n; ++j) {
+      const float g = pd[j] * weight[j];
+      mean_g += g;
+      mean_g_xhat += g * ((pz[j] - m) * r);
+    }
+    mean_g /= n;
+    mean_g_xhat /= n;
+    const MutableRows& first = dropout && dresidual ? dresidual : dx;
+    float* dz = first.target(i, buffers + 3 * n);
+#pragma omp simd
+    for (int64_t j = 0; j < n; ++j) {
+      const float xhat = (pz[j] - m) * r;
+      dz[j] = r * (pd[j] * weight[j] - mean_g - xhat * mean_g_xhat);
+      dweight[j] += pd[j] * xhat;
+      dbias[j] += pd[j];
+    }
+    if (ps) {
+#pragma omp simd
+      for (int64_t j = 0; j < n; ++j) dz[j] += ps[j];
+    }
+    float* through_dropout = dz;
+    if (dropout) {
+      if (dresidual) {
+        dresidual.store(i, dz);
+        through_dropout = dx.target(i, buffers + 4 * n);
+        std::copy(dz, dz + n, through_dropout);
+      }
+      dropout_row(*dropout, i, n, through_dropout, words);
+    }
+    dx.store(i, through_dropout);
+    if (dx_bias) {
+#pragma omp simd
+      for (int64_t j = 0; j < n; ++j) dx_bias[j] += through_dropout[j];
+    }
+  }
+};
+
+// `partials` holds the (3, N) sums of each chunk, and after that of all chunks in its first.
+void add_up(std::vector<float>& partials, int64_t chunks, int64_t size) {
+  with_best_isa([&]() __attribute__((always_inline)) {
+    for (int64_t chunk = 1; chunk < chunks; ++chunk) {
+      const float* part = partials.data() + chunk * size;
+      float* total = partials.data();
+#pragma omp simd
+      for (int64_t j = 0; j < size; ++j) total[j] += part[j];
+    }
+  });
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> add_layer_norm_bwd(Tensor dout, std::optional<Tensor> dsum,
+                                                                      Tensor sum, Tensor mean, Tensor rstd,
+                                                                      Tensor weight, std::optional<Tensor> seed,
+                                                                      double dropout_p, bool has_residual,
+                                                                      bool has_x_bias) {
+  check_float("sum", sum);
+  check_min_dim("sum", sum, 1);
+  const std::vector<int64_t> sizes = sizes_of(sum);
+  const int64_t n = sizes.back();
+  const int64_t m = n == 0 ? 0 : sum.numel() / n;
+  check_float("dout", dout);
+  check_same_shape("dout", dout, "sum", sum);
+  if (dsum) {
+    check_float("dsum", *dsum);
+    check_same_shape("dsum", *dsum, "sum", sum);
+  }
+  check_statistics("mean", mean, m);
+  check_statistics("rstd", rstd, m);
+  check_vector("weight", weight, n);
+  const auto dropout = make_dropout(seed, dropout_p);
+
+  const ScalarType dtype = sum.scalar_type();
+  const bool separate = has_residual && dropout;
+  Tensor dx = new_empty(sum, sizes, dtype);
+  Tensor dresidual = new_empty(sum, separate ? sizes : std::vector<int64_t>{0}, dtype);
+  Tensor dweight = new_empty(sum, {n}, ScalarType::Float);
+  Tensor dbias = new_empty(sum, {n}, ScalarType::Float);
+  Tensor dx_bias = new_empty(sum, {has_x_bias ? n : 0}, ScalarType::Float);
+
+  dout = as_contiguous(dout);
+  sum = as_contiguous(sum);
+  if (dsum) dsum = as_contiguous(*dsum);
+  mean = as_contiguous(mean);
+  rstd = as_contiguous(rstd);
+  const FloatVector weights(weight);
+  const Backward backward{Rows(dout, n),
+                          dsum ? Rows(*dsum, n) : Rows(),
+                          Rows(sum, n),
+                          mean.const_data_ptr<float>(),
+                          rstd.const_data_ptr<float>(),
+                          weights.data(),
+                          dropout,
+                          MutableRows(dx, n),
+                          separate ? MutableRows(dresidual, n) : MutableRows()};
+  const int64_t chunk_rows = std::max(kMinChunkRows, (m + kMaxChunks - 1) / kMaxChunks);
+  const int64_t chunks = std::max<int64_t>(1, (m + chunk_rows - 1) / chunk_rows);
+  std::vector<float> partials(chunks * 3 * n);
+  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, n * chunk_rows));
+  torch::stable::parallel_for(0, m == 0 ? 0 : chunks, grain, [&](int64_t begin, int64_t end) {
+    std::vector<float> buffers(5 * n);
+    std::vector<uint32_t> words(backward.dropout ? n + 3 : 0);
+    with_best_isa([&]() __attribute__((always_inline)) {
+      for (int64_t chunk = begin; chunk < end; ++chunk) {
+        float* part = partials.data() + chunk * 3 * n;
+        for (int64_t i = chunk * chunk_rows; i < std::min(m, (chunk + 1) * chunk_rows); ++i) {
+          backward.row(i, buffers.data(), words.data(), part, part + n, has_x_bias ? part + 2 * n : nullptr);
+        }
+      }
+    });
+  });
+  add_up(partials, chunks, 3 * n);
+  const float* total = partials.data();
+  std::copy(total, total + n, dweight.mutable_data_ptr<float>());
+  std::copy(total + n, total + 2 * n, dbias.mutable_data_ptr<float>());
+  if (has_x_bias) std::copy(total + 2 * n, total + 3 * n, dx_bias.mutable_data_ptr<float>());
+  return {dx, dresidual, dweight, dbias, dx_bias};
 }
 
 }  // namespace
@@ -180,4 +310,5 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd(Tensor x, std::opt
 
 STABLE_TORCH_LIBRARY_IMPL(bertfast, CPU, m) {
   m.impl("add_layer_norm_fwd_cpu", TORCH_BOX(&bertfast::add_layer_norm_fwd));
+  m.impl("add_layer_norm_bwd_cpu", TORCH_BOX(&bertfast::add_layer_norm_bwd));
 }

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "simd.h"
+
 namespace bertfast {
 
 constexpr uint32_t kStreamAddLayerNorm = 1;
@@ -13,45 +15,52 @@ constexpr uint32_t kStreamAddLayerNorm = 1;
 struct Dropout {
   uint32_t key[2];
   uint32_t stream;
-  uint64_t threshold;  // 64 bits: p = 1 gives 2^32
+  uint32_t threshold;
+  bool drops_all;  // p = 1, whose threshold 2^32 has no 32 bits
   float scale;
 
   Dropout(int64_t seed, uint32_t stream, double p)
       : key{static_cast<uint32_t>(seed), static_cast<uint32_t>(static_cast<uint64_t>(seed) >> 32)},
         stream(stream),
-        threshold(static_cast<uint64_t>(p * 4294967296.0)),
+        threshold(p < 1 ? static_cast<uint32_t>(p * 0x1.0p+32) : 0),
+        drops_all(p == 1),
         scale(static_cast<float>(1.0 / (1.0 - p))) {}
 };
 
-// The four words of one counter, word w to words[w * stride].
-[[gnu::always_inline]] inline void philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0, uint32_t k1,
-                                          uint32_t words[4]) {
-  for (int round = 0; round < 10; ++round) {
-    const uint64_t product0 = uint64_t{0xD2511F53u} * c0;
-    const uint64_t product1 = uint64_t{0xCD9E8D57u} * c2;
-    c0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ k0;
-    c2 = static_cast<uint32_t>(product0 >> 32) ^ c3 ^ k1;
-    c1 = static_cast<uint32_t>(product1);
-    c3 = static_cast<uint32_t>(product0);
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
-  }
-  words[0] = c0;
-  words[1] = c1;
-  words[2] = c2;
-  words[3] = c3;
-}
-
-// values = dropout(values) for one row of `width` values. Dropped values become 0 whatever they were, NaN included.
-[[gnu::always_inline]] inline void dropout_row(const Dropout& dropout, int64_t row, int64_t width, float* values) {
+// The words of a row's first `groups` counters, (4 * groups,).
+BERTFAST_INLINE void philox_row(const Dropout& dropout, int64_t row, int64_t groups, uint32_t* words) {
   const auto row_low = static_cast<uint32_t>(row);
   const auto row_high = static_cast<uint32_t>(static_cast<uint64_t>(row) >> 32);
-  for (int64_t column = 0; column < width; column += 4) {
-    uint32_t words[4];
-    philox(static_cast<uint32_t>(column / 4), row_low, row_high, dropout.stream, dropout.key[0], dropout.key[1], words);
-    for (int64_t i = column; i < width && i < column + 4; ++i) {
-      values[i] = words[i - column] < dropout.threshold ? 0.0f : values[i] * dropout.scale;
+#pragma omp simd
+  for (int64_t group = 0; group < groups; ++group) {
+    uint32_t c0 = static_cast<uint32_t>(group), c1 = row_low, c2 = row_high, c3 = dropout.stream;
+    uint32_t k0 = dropout.key[0], k1 = dropout.key[1];
+#pragma GCC unroll 10
+    for (int round = 0; round < 10; ++round) {
+      const uint64_t product0 = uint64_t{0xD2511F53u} * c0;
+      const uint64_t product1 = uint64_t{0xCD9E8D57u} * c2;
+      c0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ k0;
+      c2 = static_cast<uint32_t>(product0 >> 32) ^ c3 ^ k1;
+      c1 = static_cast<uint32_t>(product1);
+      c3 = static_cast<uint32_t>(product0);
+      k0 += 0x9E3779B9u;
+      k1 += 0xBB67AE85u;
     }
+    words[4 * group] = c0;
+    words[4 * group + 1] = c1;
+    words[4 * group + 2] = c2;
+    words[4 * group + 3] = c3;
+  }
+}
+
+// values = dropout(values) for one row. Dropped values become 0 whatever they were, NaN included. `words` holds width
+// rounded up to 4.
+BERTFAST_INLINE void dropout_row(const Dropout& dropout, int64_t row, int64_t width, float* values, uint32_t* words) {
+  philox_row(dropout, row, (width + 3) / 4, words);
+#pragma omp simd
+  for (int64_t i = 0; i < width; ++i) {
+    const float kept = values[i] * dropout.scale;
+    values[i] = (words[i] < dropout.threshold) | dropout.drops_all ? 0.0f : kept;
   }
 }
 
