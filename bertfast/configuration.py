@@ -44,7 +44,7 @@ class PretrainedConfig:
 
     model_type: str = ""
     attribute_map: dict[str, str] = {}
-    _served_model_types: tuple[str, ...] = ()
+    served_model_types: tuple[str, ...] = ()
 
     architectures: list[str] | None = None
     dtype: torch.dtype | None = None
@@ -68,7 +68,7 @@ class PretrainedConfig:
         dtype, torch_dtype = fields.pop("dtype", None), fields.pop("torch_dtype", None)
         self.dtype = dtype_from(dtype if dtype is not None else torch_dtype)
         model_type = fields.pop("model_type", None)
-        if model_type in self._served_model_types and model_type != self.model_type:
+        if model_type in self.served_model_types and model_type != self.model_type:
             self.model_type = model_type
         labels = {name: fields.pop(name, None) for name in ("num_labels", "id2label", "label2id")}
 
@@ -88,7 +88,11 @@ class PretrainedConfig:
         names: dict[str, None] = {}
         for base in reversed(cls.__mro__):
             names.update(dict.fromkeys(base.__dict__.get("__annotations__", {})))
-        return [name for name in names if name not in ("model_type", "attribute_map") and not name.startswith("_")]
+        return [
+            name
+            for name in names
+            if name not in ("model_type", "attribute_map", "served_model_types") and not name.startswith("_")
+        ]
 
     @classmethod
     def accepts(cls, name: str) -> bool:
@@ -243,7 +247,7 @@ class PretrainedConfig:
         A file of another family is taken, with a warning.
         """
         model_type = fields.get("model_type")
-        if cls._served_model_types and model_type not in (None, "", *cls._served_model_types):
+        if cls.served_model_types and model_type not in (None, "", *cls.served_model_types):
             warn_caller(f"a configuration of type {model_type!r} is read as {cls.__name__}")
         config = cls(**fields)
         return config.replaced(**overrides) if overrides else config
@@ -276,7 +280,7 @@ class BertConfig(PretrainedConfig):
     """Configuration of BERT; the defaults are bert-base-uncased."""
 
     model_type = "bert"
-    _served_model_types = ("bert",)
+    served_model_types = ("bert",)
 
     vocab_size: int = 30522
     hidden_size: int = 768
@@ -302,7 +306,7 @@ class RobertaConfig(BertConfig):
     """
 
     model_type = "roberta"
-    _served_model_types = ("roberta", "xlm-roberta", "camembert")
+    served_model_types = ("roberta", "xlm-roberta", "camembert")
 
     vocab_size: int = 50265
     pad_token_id: int | None = 1
@@ -319,7 +323,7 @@ class DistilBertConfig(PretrainedConfig):
     """Configuration of DistilBERT; the defaults are distilbert-base-uncased. BERT's field names work as well."""
 
     model_type = "distilbert"
-    _served_model_types = ("distilbert",)
+    served_model_types = ("distilbert",)
     attribute_map = {
         "hidden_size": "dim",
         "num_hidden_layers": "n_layers",
@@ -348,7 +352,7 @@ class DistilBertConfig(PretrainedConfig):
 CONFIGS: dict[str, type[PretrainedConfig]] = {
     model_type: config_class
     for config_class in (BertConfig, RobertaConfig, DistilBertConfig)
-    for model_type in config_class._served_model_types
+    for model_type in config_class.served_model_types
 }
 
 PRESETS: dict[str, Callable[..., PretrainedConfig]] = {

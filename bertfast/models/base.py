@@ -63,7 +63,7 @@ class PreTrainedModel(nn.Module):
     def __init__(self, config: PretrainedConfig | dict | Any):
         super().__init__()
         config = config_for(config)
-        if not isinstance(config, self.config_class):
+        if config.model_type not in self.config_class.served_model_types:
             raise ValueError(
                 f"{type(self).__name__} takes a {self.config_class.__name__}, got a {type(config).__name__}"
             )
