@@ -1,6 +1,6 @@
-"""The console command ``bertfast``.
+"""The console command `bertfast`.
 
-Every error that a user can cause is one line on standard error and exit code 2; ``--traceback`` or ``BERTFAST_DEBUG=1``
+Every error that a user can cause is one line on standard error and exit code 2; `--traceback` or `BERTFAST_DEBUG=1`
 shows where it came from. The modules of the commands import torch inside their functions only, so help is quick.
 """
 

@@ -1,4 +1,4 @@
-"""``bertfast check``: accuracy, speed and sense of a checkpoint, next to stock transformers."""
+"""`bertfast check`: accuracy, speed and sense of a checkpoint, next to stock transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bertfast.cli.console import device_of, device_option, dtype_option, json_op
 @device_option
 @json_option
 def check(path: str, source: str | None, rounds: int, dtype: str, device: str, as_json: bool) -> int:
-    """Compare a checkpoint here with the same checkpoint in transformers.
+    """Compare with stock transformers: error, speed, neighbours.
 
     PATH is a checkpoint's folder or hub id. Three parts: the error of both against transformers in float64; their
     speed on one sentence, on a full batch and on a batch of mixed lengths; the nearest neighbours of three sentences.
@@ -76,7 +76,7 @@ def _print(report: dict) -> None:
         shape = f"{case['rows']} x {case['longest']} tokens" if case["rows"] > 1 else f"{case['longest']} tokens"
         if case["mean"] < case["longest"]:
             shape += f", mean {case['mean']:.1f} = {case['mean'] / case['longest']:.0%} of the longest"
-        table = section(f"{case['name']}: {shape}", "", "ms", "10-90 %", "tokens/s", "bertfast is", "10-90 %")
+        table = section(f"{case['name']}: {shape}", "", "ms", "10-90 %", "tokens/s", "bertfast's gain", "10-90 %")
         for name, timing in case["timings"].items():
             ms, ratio = timing["ms"], timing["bertfast_speedup"]
             table.add_row(

@@ -1,4 +1,4 @@
-"""What ``bertfast check`` measures. Everything runs on the same token ids, masks, dtype and device."""
+"""What `bertfast check` measures. Everything runs on the same token ids, masks, dtype and device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def take_texts(lines: Iterable[str]) -> list[str]:
 def compare(
     path: str, texts: Sequence[str], *, dtype: str, device: torch.device, rounds: int, show: Callable[[str], None]
 ) -> dict:
-    """The report of ``bertfast check`` as plain data. show: told what is being done.
+    """The report of `bertfast check` as plain data. show: told what is being done.
 
     Raises: ValueError where transformers is not installed or cannot load the checkpoint.
     """

@@ -52,7 +52,7 @@ def note(message: str) -> None:
 
 
 def device_of(name: str):
-    """The torch device of ``--device``; ValueError for one that is not there."""
+    """The torch device of `--device`; ValueError for one that is not there."""
     import torch
 
     if name == "auto":

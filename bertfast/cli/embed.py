@@ -1,4 +1,4 @@
-"""``bertfast embed``: a text file to a .npy file of vectors."""
+"""`bertfast embed`: a text file to a .npy file of vectors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bertfast.cli.console import device_of, device_option, dtype_option, note, w
 @dtype_option
 @device_option
 def embed(path, source, target, pooling, normalize, token_budget, max_length, dtype, device) -> None:
-    """Write a vector for every line of a text file.
+    """Write a vector for every line of a file.
 
     PATH is a checkpoint's folder or hub id. Pooling and normalisation are the checkpoint's own (1_Pooling,
     modules.json) unless given; without those files, the mean and no normalisation.

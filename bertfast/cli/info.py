@@ -1,4 +1,4 @@
-"""``bertfast info``: what runs here, what does not, and what to do about it."""
+"""`bertfast info`: what runs here, what does not, and what to do about it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REMEDIES = {
 @click.command()
 @json_option
 def info(as_json: bool) -> None:
-    """Show versions, the extension, GPUs, and which backend can serve which operation."""
+    """Show versions, extension, GPUs and backends."""
     report = collect()
     if as_json:
         print_json(report)

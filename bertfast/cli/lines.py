@@ -16,7 +16,7 @@ LONGEST_LINE = 2**20
 
 @contextmanager
 def opened(path: str) -> Iterator[BinaryIO]:
-    """The file in binary, standard input for ``-``. Raises OSError (no such file, a directory), ValueError if empty."""
+    """The file in binary, standard input for `-`. Raises OSError (no such file, a directory), ValueError if empty."""
     if path == "-":
         yield sys.stdin.buffer
         return
@@ -34,9 +34,10 @@ def size_of(file: BinaryIO) -> int | None:
 
 
 def read_lines(file: BinaryIO, name: str, on_bytes: Callable[[int], None] = lambda count: None) -> Iterator[str]:
-    r"""Yields every line without its ``\n`` or ``\r\n``; an empty line is an empty string.
+    r"""Yields every line without its `\n` or `\r\n`; an empty line is an empty string.
 
-    A byte order mark at the start is dropped. Of a line longer than ``LONGEST_LINE`` bytes only the start is kept. on_bytes: told of every byte count read.
+    A byte order mark at the start is dropped. Of a line longer than `LONGEST_LINE` bytes only the start is kept.
+    on_bytes: told of every byte count read.
     Raises: ValueError naming the line that is not UTF-8.
     """
     number = 0

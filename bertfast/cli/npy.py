@@ -18,7 +18,7 @@ class NpyWriter:
 
     Rows go to a hidden file beside the target, which takes the target's name when the block ends well and is removed
     when it does not: whoever looks at the target sees the old file or the whole new one. As a context manager:
-    ``with NpyWriter(path, dimension) as out: out.write(rows)``.
+    `with NpyWriter(path, dimension) as out: out.write(rows)`.
     Raises: OSError where the target's folder is missing or cannot be written, or the target is no regular file.
     """
 

@@ -1,4 +1,4 @@
-"""``bertfast params``: where a model's parameters sit."""
+"""`bertfast params`: where a model's parameters sit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bertfast.cli.console import json_option, output, print_json
 @click.option("--full", is_flag=True, help="List every layer, also where all are alike.")
 @json_option
 def params(name: str, full: bool, as_json: bool) -> None:
-    """List every component of a model with its shape, count and share of the total.
+    """List a model's components: shape, count, share.
 
     NAME is a preset (bert-base, bert-large, distilbert-base, roberta-base, roberta-large), a checkpoint's folder or a
     hub id. Weights are neither read nor allocated. A parameter that is tied to another is counted once.

@@ -1,0 +1,239 @@
+"""The console command: help, info, params, check, and how every command fails."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from bertfast.cli.params import parameter_table
+from helpers.command_line import bertfast, error_here, error_of, minilm, python, tiny_checkpoint, write_json
+
+BASE_TOTAL = 109_482_240
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def test_help_lists_the_commands_and_version_is_the_packages():
+    from importlib.metadata import version
+
+    shown = bertfast("--help")
+    assert shown.returncode == 0 and shown.stderr == ""
+    assert all(command in shown.stdout for command in ("info", "params", "check", "embed"))
+    assert bertfast("--version").stdout == f"bertfast {version('bertfast')}\n"
+
+
+def test_help_of_every_command_imports_no_torch():
+    # A stand-in for the package: what its __init__ imports is not the command line's doing.
+    code = """
+import os, sys, types
+import importlib.util
+package = types.ModuleType("bertfast")
+package.__path__ = [os.path.dirname(importlib.util.find_spec("bertfast").origin)]
+sys.modules["bertfast"] = package
+from bertfast.cli import main
+try:
+    main(sys.argv[1:])
+finally:
+    print(sorted({"torch", "transformers", "numpy", "rich"} & set(sys.modules)), file=sys.stderr)
+"""
+    for arguments in (["--help"], ["embed", "--help"], ["check", "--help"]):
+        done = python(code, *arguments)
+        assert done.returncode == 0 and "Usage: bertfast" in done.stdout and done.stderr == "[]\n", done
+
+
+def test_usage_errors_are_one_line():
+    assert "no-such-command" in error_of(bertfast("no-such-command"))
+    assert "bertfast embed --help" in error_of(bertfast("embed", "somewhere"))
+
+
+def test_info():
+    import torch
+    import transformers
+
+    report = json.loads(bertfast("info", "--json").stdout)
+    assert report["versions"]["torch"].startswith(torch.__version__.partition("+")[0])
+    assert report["versions"]["transformers"] == transformers.__version__
+    assert report["extension"]["state"] in ("loaded", "not_built", "broken")
+    pairs = {(row["op"], row["backend"]): row["unavailable"] for row in report["backends"]}
+    for op in ("attention", "varlen_attention", "add_layer_norm", "linear_gelu", "feed_forward", "embed_layer_norm"):
+        assert pairs[op, "torch"] is None
+    native = report["extension"]["state"] == "loaded"
+    assert (pairs["add_layer_norm", "cpu"] is None) == native
+    assert ("cpu" in report["advice"]) == (not native)
+
+    shown = bertfast("info")
+    assert shown.returncode == 0 and shown.stderr == ""
+    assert "add_layer_norm" in shown.stdout and torch.version.git_version not in shown.stdout
+
+
+def test_info_without_triton_and_transformers():
+    code = """
+import importlib.metadata, sys
+sys.modules["triton"] = sys.modules["transformers"] = None
+found = importlib.metadata.version
+def version(name):
+    if name in ("triton", "transformers"):
+        raise importlib.metadata.PackageNotFoundError(name)
+    return found(name)
+importlib.metadata.version = version
+from bertfast.cli import main
+main(["info"])
+"""
+    done = python(code)
+    assert done.returncode == 0, done
+    assert done.stdout.count("not installed") == 2
+
+
+def test_params_of_bert_base():
+    table = parameter_table("bert-base")
+    assert table["total"] == BASE_TOTAL
+    counts = {section["name"]: section["count"] for section in table["sections"]}
+    assert counts == {"embeddings": 23_837_184, "encoder": 85_054_464, "pooler": 590_592}
+    layers = table["sections"][1]["sections"]
+    assert [layer["count"] for layer in layers] == [7_087_872] * 12
+    for layer in layers:
+        parts = {part["name"]: part["count"] for part in layer["sections"]}
+        assert parts == {"attention with its LayerNorm": 2_363_904, "feed-forward with its LayerNorm": 4_723_968}
+    assert sum(counts.values()) == table["total"]
+    assert sum(section["share"] for section in table["sections"]) == pytest.approx(1)
+    words = table["sections"][0]["parameters"][0]
+    assert words["shape"] == [30522, 768] and words["share"] == pytest.approx(30522 * 768 / BASE_TOTAL)
+
+
+@pytest.mark.parametrize(
+    ("preset", "total"),
+    [("bert-large", 335_141_888), ("distilbert-base", 66_362_880), ("roberta-base", 124_645_632)],
+)
+def test_params_of_other_presets(preset, total):
+    table = parameter_table(preset)
+    assert table["total"] == total == sum(section["count"] for section in table["sections"])
+    for section in table["sections"]:
+        if section["sections"]:
+            assert section["count"] == sum(layer["count"] for layer in section["sections"])
+            for layer in section["sections"]:
+                assert [part["name"].split()[0] for part in layer["sections"]] == ["attention", "feed-forward"]
+
+
+def test_params_counts_ties_once(tmp_path):
+    write_json(tmp_path / "config.json", {"model_type": "bert", "architectures": ["BertForMaskedLM"]})
+    table = parameter_table(str(tmp_path))
+    assert table["model"] == "BertForMaskedLM"
+    heads = next(section for section in table["sections"] if section["name"] == "heads")
+    parameters = {parameter["name"]: parameter for parameter in heads["parameters"]}
+    decoder = parameters["cls.predictions.decoder.weight"]
+    assert decoder["count"] == 0 and decoder["tied_to"] == "bert.embeddings.word_embeddings.weight"
+    assert heads["count"] == 768 * 768 + 3 * 768 + 30522
+    assert table["total"] == sum(section["count"] for section in table["sections"])
+
+
+def test_params_prints_a_table_and_json(tiny):
+    shown = bertfast("params", "bert-base").stdout
+    for count in ("23,837,184", "7,087,872", "2,363,904", "4,723,968", "85,054,464", "590,592", "109,482,240"):
+        assert count in shown
+    assert shown.count("query.weight") == 1
+    table = json.loads(bertfast("params", tiny, "--json").stdout)
+    assert len(table["sections"][1]["sections"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (None, "config.json"),
+        ("{", "JSON"),
+        ("[]", "JSON object"),
+        ('{"model_type": "gpt2"}', "gpt2"),
+        ('{"model_type": "bert", "hidden_size": 30, "num_attention_heads": 7}', "num_attention_heads"),
+        ('{"model_type": "bert", "is_decoder": true}', "is_decoder"),
+    ],
+)
+def test_foreign_and_broken_checkpoints_are_one_line(tmp_path, config, expected, capsys):
+    if config is not None:
+        (tmp_path / "config.json").write_text(config, encoding="utf-8")
+    assert expected in error_here(capsys, "params", tmp_path)
+
+
+def test_a_name_that_is_no_checkpoint(capsys, tmp_path):
+    assert "nowhere" in error_here(capsys, "params", tmp_path / "nowhere")
+
+
+def test_tracebacks_are_shown_on_request(tmp_path):
+    for options in ({"env": {"BERTFAST_DEBUG": "1"}}, {}):
+        arguments = ["params", tmp_path] if options else ["--traceback", "params", tmp_path]
+        done = bertfast(*arguments, **options)
+        assert done.returncode == 2
+        assert "Traceback (most recent call last)" in done.stderr
+        assert done.stderr.splitlines()[-1].startswith("bertfast: error: ")
+
+
+def test_a_full_disk_and_a_closed_pipe_on_standard_output():
+    with open("/dev/full", "wb") as full:
+        assert "No space left" in error_of(bertfast("params", "bert-base", "--json", stdout=full))
+    code = "import os, sys; r, w = os.pipe(); os.close(r); os.dup2(w, 1); from bertfast.cli import main; "
+    assert "went away" in error_of(python(f"{code} main(['params', 'bert-base', '--json'])"))
+
+
+def test_check_on_the_real_checkpoint():
+    done = bertfast("check", minilm(), "--rounds", "2", "--json")
+    assert done.returncode == 0, done
+    report = json.loads(done.stdout)
+    accuracy = report["accuracy"]
+    assert accuracy["passed"] and 0 < accuracy["errors"]["bertfast"]["max"] <= accuracy["limit"] < 1e-4
+    assert list(accuracy["errors"]) == ["stock eager", "stock sdpa", "bertfast"]
+    one, full, mixed = report["speed"]
+    assert one["rows"] == 1 and full["rows"] == mixed["rows"] == 32
+    assert full["mean"] == full["longest"] == 128
+    assert 0.25 < mixed["mean"] / mixed["longest"] < 0.35
+    for case in report["speed"]:
+        for name, timing in case["timings"].items():
+            assert 0 < timing["ms"]["p10"] <= timing["ms"]["median"] <= timing["ms"]["p90"]
+            assert timing["tokens_per_second"] == pytest.approx(case["tokens"] / timing["ms"]["median"] * 1e3)
+            assert (timing["bertfast_speedup"] is None) == (name == "bertfast")
+    for query in report["neighbours"]:
+        assert query["nearest"][0]["cosine"] > 0.6
+        assert query["text"] not in [found["text"] for found in query["nearest"]]
+    assert report["machine"]["torch_threads"] > 0 and str(report["machine"]["cores"]) in report["machine_line"]
+
+
+def test_check_prints_its_verdict_and_takes_short_input(tiny, tmp_path):
+    (tmp_path / "one.txt").write_text("the cat sat\n\n", encoding="utf-8")
+    done = bertfast("check", tiny, "--rounds", "1", "--input", tmp_path / "one.txt", "--dtype", "bfloat16")
+    assert done.returncode == 0, done
+    for part in (
+        "PASS: bertfast",
+        "One sentence: 5 tokens",
+        "Full batch: 32 x 32 tokens",
+        "Mixed lengths",
+        "torch threads",
+    ):
+        assert part in done.stdout, done.stdout
+
+
+def test_check_fails_when_our_error_is_too_large(tiny, tmp_path):
+    (tmp_path / "some.txt").write_text("the cat sat\nthe dog\n", encoding="utf-8")
+    code = f"""
+import torch, bertfast.encode
+found = bertfast.encode.Encoder.from_pretrained
+def spoiled(*arguments, **keywords):
+    encoder = found(*arguments, **keywords)
+    with torch.no_grad():
+        next(encoder.model.encoder.parameters()).mul_({{factor}})
+    return encoder
+bertfast.encode.Encoder.from_pretrained = spoiled
+from bertfast.cli import main
+main(["check", {str(tiny)!r}, "--rounds", "1", "--input", {str(tmp_path / "some.txt")!r}])
+"""
+    for factor in ("1.01", "float('nan')"):
+        done = python(code.format(factor=factor))
+        assert done.returncode == 1 and "FAIL: bertfast" in done.stdout, done
+
+
+def test_check_needs_transformers_and_text(tiny, tmp_path):
+    blocked = "import sys; sys.modules['transformers'] = None; from bertfast.cli import main; "
+    error = error_of(python(f"{blocked} main(['check', {str(tiny)!r}])"))
+    assert "transformers" in error and "pip install" in error
+    (tmp_path / "blank.txt").write_text("\n  \n", encoding="utf-8")
+    assert "no text" in error_of(bertfast("check", tiny, "--input", tmp_path / "blank.txt"))
