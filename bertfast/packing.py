@@ -38,7 +38,7 @@ class Packing:
         """From a (B, S) mask of any dtype, nonzero where a token is real. One device-to-host transfer."""
         real = check_mask(mask)
         total, longest = mask_sizes(real)
-        return cls._from_sizes(real, total, longest)
+        return cls.from_sizes(real, total, longest)
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], seqlen: int, device: torch.device | str = "cpu") -> Packing:
@@ -52,12 +52,13 @@ class Packing:
                 raise ValueError(f"lengths must be between 0 and seqlen={seqlen}, got {length}")
         on_host = torch.tensor(lengths, dtype=torch.int64)
         real = torch.arange(seqlen) < on_host[:, None]
-        packing = cls._from_sizes(real, sum(lengths), max(lengths, default=0))
+        packing = cls.from_sizes(real, sum(lengths), max(lengths, default=0))
         indices, cu_seqlens = (t.to(device, non_blocking=True) for t in (packing.indices, packing.cu_seqlens))
         return cls(indices, cu_seqlens, packing.max_seqlen, packing.batch, packing.seqlen)
 
     @classmethod
-    def _from_sizes(cls, real: Tensor, total: int, longest: int) -> Packing:
+    def from_sizes(cls, real: Tensor, total: int, longest: int) -> Packing:
+        """From a (B, S) bool mask whose number of tokens and longest length are known; nothing is transferred."""
         batch, seqlen = real.shape
         indices = torch.nonzero_static(real.flatten(), size=total).squeeze(1)
         cu_seqlens = torch.zeros(batch + 1, dtype=torch.int32, device=real.device)

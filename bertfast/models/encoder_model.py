@@ -32,6 +32,20 @@ class RowUse(NamedTuple):
     labels: Tensor | None = None
 
 
+class Plan(NamedTuple):
+    """How a forward treats padding.
+
+    Attributes:
+        packing: run packed; None runs padded.
+        attn_mask: for attention on the padded path; None when every key takes part.
+        rows: (B, S) bool, the rows of the padded path to keep where the others must read 0; None keeps all.
+    """
+
+    packing: Packing | None = None
+    attn_mask: Tensor | None = None
+    rows: Tensor | None = None
+
+
 class Pooler(nn.Module):
     """tanh(dense(first token))."""
 
@@ -148,17 +162,20 @@ class EncoderModel(PreTrainedModel):
             padded_rows=_use.padded_rows or bool(output_attentions or output_hidden_states),
             first_token=_use.first_token or self.pooler is not None,
         )
-        packing, attn_mask = self._plan(attention_mask, given.shape[0], given.shape[1], given.device, use)
+        plan = self._plan(attention_mask, given.shape[0], given.shape[1], given.device, use)
         encoder = getattr(self, self.encoder_name)
-        if packing is None:
+        if plan.packing is None:
             embedded = self.embeddings(input_ids, token_type_ids, position_ids, inputs_embeds)
             hidden_states, all_hidden_states, weights = encoder(
                 embedded,
-                attn_mask,
+                plan.attn_mask,
                 output_hidden_states=output_hidden_states,
                 output_attentions=output_attentions,
             )
+            if plan.rows is not None:
+                hidden_states = hidden_states.masked_fill(~plan.rows.unsqueeze(-1), 0.0)
         else:
+            packing = plan.packing
             rows = (packing.batch, packing.seqlen)
             embedded = self.embeddings(
                 *(
@@ -178,34 +195,31 @@ class EncoderModel(PreTrainedModel):
         )
         return output if return_dict else output.to_tuple()
 
-    def _plan(
-        self, mask: Tensor | None, batch: int, seqlen: int, device: torch.device, use: RowUse
-    ) -> tuple[Packing | None, Tensor | None]:
-        """The packing to run with, or None and the mask for attention (None when every key takes part)."""
+    def _plan(self, mask: Tensor | None, batch: int, seqlen: int, device: torch.device, use: RowUse) -> Plan:
         if mask is None:
-            return None, None
+            return Plan()
         if mask.device != device:
             raise ValueError(f"attention_mask is on {mask.device}, expected {device}, the device of the input")
         if mask.dim() != 2:
-            return None, _mask_of_pairs(mask, batch, seqlen)
+            return Plan(attn_mask=_mask_of_pairs(mask, batch, seqlen))
         if tuple(mask.shape) != (batch, seqlen):
             raise ValueError(f"attention_mask must have shape {(batch, seqlen)}, got {tuple(mask.shape)}")
         real = check_mask(mask)
-        keys = real[:, None, None, :]
-        if use.padded_rows or not self.unpad or _is_traced(real) or self._has_hooks():
-            return None, keys
-        flags = []
+        padded = Plan(attn_mask=real[:, None, None, :])
+        if use.padded_rows or not self.unpad or self._has_hooks():
+            return padded
+        wanted = []
         if use.first_token:
-            flags.append((~real[:, :1]).any())
+            wanted.append((~real[:, :1]).any())
         if use.labels is not None:
             labels = use.labels.to(device).view(batch, seqlen)
-            flags.append(((labels != IGNORED_LABEL) & ~real).any())
-        total, longest, *wanted = mask_sizes(real, *flags)
+            wanted.append(((labels != IGNORED_LABEL) & ~real).any())
+        if _is_traced(real):
+            return padded._replace(rows=torch.stack([real, *(w.expand_as(real) for w in wanted)]).any(0))
+        total, longest, *found = mask_sizes(real, *wanted)
         if total == batch * seqlen:
-            return None, None
-        if any(wanted):
-            return None, keys
-        return Packing._from_sizes(real, total, longest), None
+            return Plan()
+        return padded if any(found) else Plan(Packing.from_sizes(real, total, longest))
 
     def _has_hooks(self) -> bool:
         return any_hooks(self.embeddings) or any_hooks(getattr(self, self.encoder_name))

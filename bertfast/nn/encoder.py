@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import attrgetter
 
 from torch import Tensor, nn
 
@@ -52,8 +51,18 @@ class BertEncoderLayer(nn.Module):
         place(self, names.ffn_in, nn.Linear(hidden_size, intermediate_size))
         place(self, names.ffn_out, nn.Linear(intermediate_size, hidden_size))
         place(self, names.ffn_norm, FusedAddLayerNorm(hidden_size, eps, dropout))
-        # Looked up in every forward: adapters and quantisers replace children.
-        self._children = attrgetter(*names)
+        self._paths = tuple(path.split(".") for path in names)
+
+    def _leaves(self) -> list[nn.Module]:
+        """The children of `LayerNames`, looked up in every forward because adapters and quantisers replace them.
+        (Dynamo does not trace `operator.attrgetter`.)"""
+        leaves = []
+        for path in self._paths:
+            child = self
+            for name in path:
+                child = getattr(child, name)
+            leaves.append(child)
+        return leaves
 
     def forward(
         self,
@@ -73,7 +82,7 @@ class BertEncoderLayer(nn.Module):
         Returns:
             The shape of `hidden_states`; a pair with the probabilities when they are asked for.
         """
-        query, key, value, attention_out, attention_norm, ffn_in, ffn_out, ffn_norm = self._children(self)
+        query, key, value, attention_out, attention_norm, ffn_in, ffn_out, ffn_norm = self._leaves()
         context, weights = self_attention(
             hidden_states,
             query,
