@@ -21,8 +21,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from setuptools import Extension, setup
-from setuptools.command.build_ext import build_ext
+from setuptools import Command, Extension, setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
@@ -49,6 +48,8 @@ def cuda_archs(listed: str | None, detected: list[tuple[int, int]]) -> str:
 
     9.0 becomes 9.0a, without which `wgmma` does not compile. torch fails on an empty list when no GPU is visible.
     """
+    if listed == "native":
+        listed = None
     archs = listed or ";".join(f"{major}.{minor}" for major, minor in sorted(set(detected))) or CUDA_ARCHS
     return re.sub(r"\b9\.0(?!\w)", "9.0a", archs.replace("Hopper", "9.0"))
 
@@ -96,7 +97,7 @@ def make_extension(backend: str) -> Extension:
             ["csrc/bindings.cpp", *sources("cpu/*.cpp")],
             include_dirs=[str(ROOT / "csrc")],
             extra_compile_args={"cxx": cxx},
-            extra_link_args=["-Wl,--as-needed", "-s"],
+            extra_link_args=["-s"],
             depends=sources("**/*.h"),
         )
     import torch
@@ -111,10 +112,10 @@ def make_extension(backend: str) -> Extension:
         ["csrc/bindings.cpp", *sources("cpu/*.cpp"), *sources("cuda/*.cpp"), *sources("cuda/*.cu")],
         include_dirs=[str(ROOT / "csrc")],
         extra_compile_args={
-            "cxx": [*cxx, "-DUSE_CUDA", f'-DBERTFAST_CUDA_ARCHS="{archs}"'],
+            "cxx": [*cxx, "-DUSE_CUDA"],
             "nvcc": ["-O3", "-lineinfo", "--threads=2", TARGET_VERSION, "-DUSE_CUDA"],
         },
-        extra_link_args=["-Wl,--as-needed", "-s"],
+        extra_link_args=["-s"],
         depends=[*sources("**/*.h"), *sources("**/*.cuh")],
     )
 
@@ -161,30 +162,19 @@ def write_record(folder: Path, library: Path | None, backend: str | None, reason
     (folder / "_C.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
-MODE = os.environ.get("BERTFAST_BUILD", "auto").strip().lower() or "auto"
-ATTEMPTS, REASONS = plan(MODE)
-for reason in REASONS:
-    say(reason)
+def commands(mode: str, attempts: list[str], reasons: list[str]) -> dict[str, type[Command]]:
+    class BuildPy(build_py):
+        """Records why a pure-Python build has no extension."""
 
+        def run(self):
+            super().run()
+            if not self.distribution.has_ext_modules():
+                folder = ROOT / "bertfast" if self.editable_mode else Path(self.build_lib, "bertfast")
+                write_record(folder, None, None, reasons)
 
-class BuildPy(build_py):
-    """Records why a pure-Python build has no extension."""
+    if not attempts:
+        return {"build_py": BuildPy}
 
-    def run(self):
-        super().run()
-        if not self.distribution.has_ext_modules():
-            folder = ROOT / "bertfast" if self.editable_mode else Path(self.build_lib, "bertfast")
-            write_record(folder, None, None, REASONS)
-
-    def get_outputs(self, include_bytecode=True):
-        outputs = super().get_outputs(include_bytecode)
-        if not self.distribution.has_ext_modules() and not self.editable_mode:
-            outputs.append(os.path.join(self.build_lib, "bertfast", "_C.json"))
-        return outputs
-
-
-commands = {"build_py": BuildPy}
-if ATTEMPTS:
     from torch.utils.cpp_extension import BuildExtension
 
     class BuildExt(BuildExtension):
@@ -193,24 +183,36 @@ if ATTEMPTS:
         def run(self):
             (extension,) = self.extensions
             library = Path(self.get_ext_fullpath(extension.name))
-            for backend in ATTEMPTS:
+            for backend in attempts:
                 vars(extension).update(vars(make_extension(backend)))
                 try:
                     super().run()
                 except Exception as error:
-                    if MODE != "auto":
+                    if mode != "auto":
                         raise
-                    REASONS.append(f"{backend} kernels skipped: the build failed ({error})")
-                    say(REASONS[-1])
+                    reasons.append(f"{backend} kernels skipped: the build failed ({error})")
+                    say(reasons[-1])
                 else:
-                    write_record(library.parent, library, backend, REASONS)
+                    write_record(library.parent, library, backend, reasons)
                     return
+            # What is left is pure Python, which the wheel's tag has to say.
             self.distribution.ext_modules = []
-            wheel = self.distribution.get_command_obj("bdist_wheel")
-            wheel.root_is_pure = True
-            write_record(library.parent, None, None, REASONS)
+            self.distribution.get_command_obj("bdist_wheel").root_is_pure = True
+            write_record(library.parent, None, None, reasons)
 
-    commands["build_ext"] = BuildExt
+    return {"build_py": BuildPy, "build_ext": BuildExt}
 
-assert build_ext
-setup(ext_modules=[make_extension(ATTEMPTS[0])] if ATTEMPTS else [], cmdclass=commands)
+
+def main() -> None:
+    mode = os.environ.get("BERTFAST_BUILD", "").strip().lower() or "auto"
+    attempts, reasons = plan(mode)
+    for reason in reasons:
+        say(reason)
+    setup(
+        ext_modules=[make_extension(attempts[0])] if attempts else [],
+        cmdclass=commands(mode, attempts, reasons),
+    )
+
+
+if __name__ == "__main__":
+    main()

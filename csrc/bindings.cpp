@@ -15,10 +15,8 @@ static py::dict build_info() {
   info["compiler"] = __VERSION__;
 #ifdef USE_CUDA
   info["backends"] = py::make_tuple("cpu", "cuda");
-  info["cuda_archs"] = BERTFAST_CUDA_ARCHS;
 #else
   info["backends"] = py::make_tuple("cpu");
-  info["cuda_archs"] = "";
 #endif
   return info;
 }

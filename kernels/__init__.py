@@ -16,22 +16,17 @@ def _hand_over() -> None:
     from importlib.util import module_from_spec
 
     ours = sys.modules[__name__]
-    root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-    others = [entry for entry in sys.path if os.path.realpath(entry) != root]
-    spec = PathFinder.find_spec(__name__, others)
-    if spec is None or spec.loader is None or spec.origin is None:
-        return
-    theirs = module_from_spec(spec)
-    sys.modules[__name__] = theirs
     try:
-        spec.loader.exec_module(theirs)
-    except BaseException:
+        root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+        spec = PathFinder.find_spec(__name__, [entry for entry in sys.path if os.path.realpath(entry) != root])
+        # A mere folder of that name (a namespace package) has no origin and is not the package.
+        if spec is not None and spec.loader is not None and spec.origin is not None:
+            theirs = module_from_spec(spec)
+            sys.modules[__name__] = theirs
+            spec.loader.exec_module(theirs)
+    except Exception:
         sys.modules[__name__] = ours
-        raise
 
 
 if __name__ == "kernels":
-    import contextlib
-
-    with contextlib.suppress(Exception):
-        _hand_over()
+    _hand_over()

@@ -1,0 +1,229 @@
+"""What wheels and the source distribution hold, and what the build does where something is missing."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import bertfast
+from build import ProjectBuilder
+from helpers.project import ROOT, block, copy_tree, run_python
+
+
+@pytest.fixture(scope="module")
+def setup_py():
+    spec = importlib.util.spec_from_file_location("bertfast_setup", ROOT / "setup.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    return copy_tree(tmp_path_factory.mktemp("clone") / "bertfast")
+
+
+def pip_wheel(tree: Path, out: Path, path: tuple[Path, ...] = (), **environment: str) -> subprocess.CompletedProcess:
+    return run_python(
+        *("-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"),
+        *("--wheel-dir", str(out), str(tree)),
+        cwd=out,
+        path=path,
+        check=False,
+        **environment,
+    )
+
+
+def build_wheel(tree: Path, out: Path, path: tuple[Path, ...] = (), **environment: str) -> Path:
+    done = pip_wheel(tree, out, path, **environment)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = out.glob("*.whl")
+    return wheel
+
+
+def record_in(wheel: Path) -> dict:
+    with zipfile.ZipFile(wheel) as archive:
+        return json.loads(archive.read("bertfast/_C.json"))
+
+
+def modules_in(tree: Path) -> set[str]:
+    """The installed path of every module in the tree: a package that pyproject.toml forgets shows here."""
+    places = {"bertfast": "bertfast", "kernels": "bertfast/kernels", "benchmarks": "bertfast/benchmarks"}
+    return {
+        f"{installed}/{path.relative_to(tree / folder).as_posix()}"
+        for folder, installed in places.items()
+        for path in (tree / folder).rglob("*.py")
+    }
+
+
+def check_pure_wheel(wheel: Path, tree: Path) -> None:
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (metadata,) = (archive.read(n).decode() for n in names if n.endswith(".dist-info/METADATA"))
+        (scripts,) = (archive.read(n).decode() for n in names if n.endswith(".dist-info/entry_points.txt"))
+    assert {name.split("/")[0] for name in names} == {"bertfast", f"bertfast-{bertfast.__version__}.dist-info"}
+    data = {f"bertfast/benchmarks/data/{path.name}" for path in (tree / "benchmarks" / "data").glob("*.txt")}
+    package = {name for name in names if name.startswith("bertfast/")}
+    assert package == modules_in(tree) | data | {"bertfast/py.typed", "bertfast/_C.json"}
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+    assert "License-Expression: Apache-2.0" in metadata
+    assert "bertfast = bertfast.cli:main" in scripts
+
+
+def test_pure_wheel(tree, tmp_path):
+    wheel = build_wheel(tree, tmp_path, BERTFAST_BUILD="none")
+    check_pure_wheel(wheel, tree)
+    record = record_in(wheel)
+    assert record["built"] is False and record["reason"] == "BERTFAST_BUILD=none was set"
+
+
+def test_without_torch_the_build_is_pure_python_and_says_why(tree, tmp_path):
+    wheel = build_wheel(tree, tmp_path, (block(tmp_path / "blocked", "torch"),))
+    check_pure_wheel(wheel, tree)
+    reason = record_in(wheel)["reason"]
+    assert "torch cannot be imported" in reason and "--no-build-isolation" in reason
+
+
+def test_build_requirements_do_not_bring_torch():
+    names = {re.split(r"[^\w-]", requirement)[0] for requirement in ProjectBuilder(ROOT).build_system_requires}
+    assert names == {"setuptools"}
+
+
+def test_source_distribution_builds_again(tree, tmp_path):
+    blocked = (block(tmp_path / "blocked", "torch"),)
+    arguments = ("-m", "build", "--sdist", "--no-isolation", "--outdir", str(tmp_path), str(tree))
+    run_python(*arguments, cwd=tmp_path, path=blocked)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = {"LICENSE", "Makefile", "constraints.txt", "csrc/bindings.cpp", "csrc/check.h", "csrc/cpu/philox.h"}
+    assert wanted | {"kernels/__init__.py", "tests/test_packaging.py", "benchmarks/__init__.py"} <= names
+    assert not [name for name in names if name.endswith((".so", ".pyc", "_C.json"))]
+    shutil.unpack_archive(sdist, tmp_path / "unpacked")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    (tmp_path / "out").mkdir()
+    check_pure_wheel(build_wheel(unpacked, tmp_path / "out", blocked), tree)
+
+
+@pytest.mark.slow
+def test_native_wheel(setup_py, tree, tmp_path):
+    try:
+        setup_py.check_cpu()
+    except setup_py.CannotBuild as error:
+        pytest.skip(f"this machine cannot build the extension: {error}")
+    wheel = build_wheel(tree, tmp_path, BERTFAST_BUILD="cpu")
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert f"-{python}-{python}-linux_" in wheel.name
+    record = record_in(wheel)
+    with zipfile.ZipFile(wheel) as archive:
+        content = archive.read(f"bertfast/{record['file']}")
+        assert len([name for name in archive.namelist() if name.endswith(".so")]) == 1
+    assert record["built"] and record["reason"] == ""
+    assert record["size"] == len(content)
+    assert record["sha256"] == hashlib.sha256(content).hexdigest()
+    assert record["torch"] == str(torch.__version__)
+    assert str(tree).encode() not in content, "the build machine's paths are in the library"
+
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    code = "from bertfast import _extension as e; print(e.STATUS.state, e.verify_hash(), e.__file__)"
+    done = run_python("-c", code, cwd=tmp_path, path=(tmp_path / "site",))
+    assert done.stdout.split() == ["loaded", "True", str(tmp_path / "site" / "bertfast" / "_extension.py")]
+
+
+def broken_compiler(folder: Path) -> str:
+    """A compiler that answers who it is and fails to compile."""
+    compiler = folder / "c++"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *-c*) exit 1;; esac\nexec g++ "$@"\n')
+    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
+    return str(compiler)
+
+
+def test_a_build_that_fails_to_compile_falls_back_to_pure_python(tree, tmp_path):
+    wheel = build_wheel(tree, tmp_path, CXX=broken_compiler(tmp_path))
+    check_pure_wheel(wheel, tree)
+    assert "cpu kernels skipped: the build failed" in record_in(wheel)["reason"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"BERTFAST_BUILD": "gpu"}, "BERTFAST_BUILD=gpu is unknown; expected one of auto, cpu, cuda, none"),
+        ({"BERTFAST_BUILD": "cpu", "CXX": "no-such-compiler"}, "there is no C++ compiler (no-such-compiler)"),
+        ({"BERTFAST_BUILD": "cuda", "CXX": "no-such-compiler"}, "BERTFAST_BUILD=cuda: there is no C++ compiler"),
+    ],
+)
+def test_a_forced_build_fails_with_the_reason(environment, message, tree, tmp_path):
+    done = pip_wheel(tree, tmp_path, **environment)
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert not list(tmp_path.glob("*.whl"))
+
+
+def test_a_forced_build_without_torch_fails(tree, tmp_path):
+    done = pip_wheel(tree, tmp_path, (block(tmp_path / "blocked", "torch"),), BERTFAST_BUILD="cpu")
+    assert done.returncode != 0
+    assert "BERTFAST_BUILD=cpu: torch cannot be imported" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_forced_build_that_does_not_compile_fails(tree, tmp_path):
+    done = pip_wheel(tree, tmp_path, BERTFAST_BUILD="cpu", CXX=broken_compiler(tmp_path))
+    assert done.returncode != 0
+    assert not list(tmp_path.glob("*.whl"))
+
+
+@pytest.mark.parametrize(
+    ("listed", "detected", "archs"),
+    [
+        (None, [], "8.0;8.6;8.9;9.0a;10.0;12.0+PTX"),
+        ("native", [], "8.0;8.6;8.9;9.0a;10.0;12.0+PTX"),
+        (None, [(9, 0), (8, 0), (9, 0)], "8.0;9.0a"),
+        ("8.0", [(9, 0)], "8.0"),
+        ("8.6 9.0+PTX", [], "8.6 9.0a+PTX"),
+        ("9.0a;9.0", [], "9.0a;9.0a"),
+        ("Ampere;Hopper", [], "Ampere;9.0a"),
+    ],
+)
+def test_cuda_architectures(listed, detected, archs, setup_py):
+    assert setup_py.cuda_archs(listed, detected) == archs
+
+
+@pytest.fixture
+def cuda_extension(setup_py, monkeypatch):
+    """What the build would hand to nvcc for two visible GPUs, none of which is needed."""
+    from torch.utils import cpp_extension
+
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: [(8, 0), (9, 0)][device])
+    monkeypatch.setattr(cpp_extension, "CUDAExtension", lambda name, sources, **options: options)
+    return setup_py.make_extension("cuda")
+
+
+def test_both_compilers_target_the_stable_abi(cuda_extension):
+    for flags in cuda_extension["extra_compile_args"].values():
+        assert "-DTORCH_TARGET_VERSION=0x020b000000000000" in flags
+        assert "-DUSE_CUDA" in flags
+        assert not [flag for flag in flags if flag.startswith(("-march", "--use_fast_math", "-ffast-math"))]
+    assert os.environ["TORCH_CUDA_ARCH_LIST"] == "8.0;9.0a"
+
+
+def test_the_version_is_the_same_everywhere():
+    from importlib.metadata import version
+
+    assert bertfast.__version__ == version("bertfast")
