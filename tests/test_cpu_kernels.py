@@ -1,0 +1,136 @@
+"""What only the C++ kernels can get wrong: conversions, threads, the dropout stream, argument checks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bertfast import _extension
+from bertfast.ops import dropout_mask
+
+pytestmark = pytest.mark.skipif(
+    _extension.STATUS.state == "not_built", reason=f"no extension was built: {_extension.STATUS.reason}"
+)
+
+HALVES = [torch.float16, torch.bfloat16]
+
+
+def forward(x, residual=None, weight=None, bias=None, *, seed=None, eps=1e-5, dropout_p=0.0, need_sum=True):
+    n = x.shape[-1] if x.dim() else 1
+    weight = torch.ones(n) if weight is None else weight
+    bias = torch.zeros(n) if bias is None else bias
+    return torch.ops.bertfast.add_layer_norm_fwd_cpu(x, residual, weight, bias, None, seed, eps, dropout_p, need_sum)
+
+
+def equal_with_nans(a, b):
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_every_half_value_is_read_as_torch_reads_it(dtype):
+    values = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).reshape(64, 1024)
+    _, total, _, _ = forward(values, torch.zeros(64, 1024))
+    assert equal_with_nans(total, values.float())
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_halves_are_rounded_as_torch_rounds_them(dtype):
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (2**16,), generator=generator).to(torch.int32).view(torch.float32)
+    # Everything around fp16's range, from below its denormals to above its largest value, and ties.
+    spread = (torch.rand(48, 512, generator=generator) + 1) * 2.0 ** torch.arange(-30, 18)[:, None]
+    halves = torch.arange(2**15, dtype=torch.int16).view(dtype).float()
+    ties = (halves[:-1] + halves[1:]) / 2
+    values = torch.cat([bits, spread.flatten(), -spread.flatten(), ties, -ties])
+    # Normalising zeros with weight 0 leaves the bias, in fp32, to be stored in the dtype of x.
+    out, _, _, _ = forward(torch.zeros(1, len(values), dtype=dtype), weight=torch.zeros(len(values)), bias=values)
+    assert equal_with_nans(out[0], values.to(dtype))
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**62 + 12345, -(2**63)])
+@pytest.mark.parametrize("dropout_p", [1e-10, 0.1, 0.5, 1 - 2**-32])
+def test_dropout_follows_the_shared_stream(seed, dropout_p):
+    seed = torch.tensor([seed])
+    x = torch.ones(5, 33)
+    _, total, _, _ = forward(x, seed=seed, dropout_p=dropout_p)
+    expected = dropout_mask(seed, (5, 33), dropout_p) * torch.tensor(1 / (1 - dropout_p), dtype=torch.float32)
+    assert torch.equal(total, expected)
+
+
+def test_dropout_of_everything_drops_nan_too():
+    x = torch.full((3, 33), float("nan"))
+    _, total, _, _ = forward(x, torch.ones(3, 33), seed=torch.tensor([7]), dropout_p=1.0)
+    assert torch.equal(total, torch.ones(3, 33))
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 1000, 5000])
+def test_results_do_not_depend_on_the_number_of_threads(rows, threads):
+    x, dout, weight = torch.randn(rows, 40), torch.randn(rows, 40), torch.randn(40)
+    seed = torch.tensor([3])
+    results = []
+    for count in (1, 2, 5):
+        threads(count)
+        out, total, mean, rstd = forward(x, x, weight, seed=seed, dropout_p=0.1)
+        gradients = torch.ops.bertfast.add_layer_norm_bwd_cpu(
+            dout, dout, total, mean, rstd, weight, seed, 0.1, True, True
+        )
+        results.append((out, total, mean, rstd, *gradients))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_no_rows():
+    out, total, mean, rstd = forward(torch.empty(2, 0, 5))
+    assert out.shape == total.shape == (2, 0, 5) and mean.shape == rstd.shape == (2, 0)
+    dx, dresidual, *sums = torch.ops.bertfast.add_layer_norm_bwd_cpu(
+        out, None, total, mean, rstd, torch.ones(5), None, 0.0, True, True
+    )
+    assert dx.shape == (2, 0, 5) and dresidual.shape == (0,)
+    assert all(torch.equal(s, torch.zeros(5)) for s in sums)
+
+
+def test_inputs_of_any_strides_are_read_and_not_written():
+    x = torch.randn(6, 4, 5).transpose(0, 1)
+    residual = torch.randn(1, 1, 5).expand(4, 6, 5)
+    before = x.clone(), residual.clone()
+    out, total, _, _ = forward(x, residual)
+    torch.testing.assert_close(out, torch.nn.functional.layer_norm(x + residual, (5,)))
+    assert torch.equal(total, x + residual) and total.is_contiguous() and out.is_contiguous()
+    assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(x=torch.ones(2, 3).double()), "x: expected float32, bfloat16 or float16, got Double"),
+        (dict(x=torch.tensor(1.0)), r"x: expected at least 1 dimension\(s\), got shape \(\)"),
+        (dict(residual=torch.ones(3, 2)), r"residual: expected the shape of x, \(2, 3\), got \(3, 2\)"),
+        (dict(weight=torch.ones(4)), r"weight: expected shape \(3\), got \(4\)"),
+        (dict(bias=torch.ones(3, dtype=torch.int32)), "bias: expected float32, bfloat16 or float16, got Int"),
+        (dict(dropout_p=1.5), r"dropout_p: expected a probability in \[0, 1\], got 1.5"),
+        (dict(dropout_p=0.5), "seed: expected an int64 tensor of one element with dropout, got None"),
+        (dict(dropout_p=0.5, seed=torch.tensor([1, 2])), r"seed: .* got Long of shape \(2\)"),
+    ],
+)
+def test_errors_name_the_argument_what_was_expected_and_what_came(arguments, message):
+    with pytest.raises(RuntimeError, match=message):
+        forward(**{"x": torch.ones(2, 3), **arguments})
+
+
+def test_backward_checks_its_arguments():
+    x = torch.ones(2, 3)
+    with pytest.raises(RuntimeError, match=r"dout: expected the shape of sum, \(2, 3\), got \(3, 2\)"):
+        torch.ops.bertfast.add_layer_norm_bwd_cpu(
+            x.t(), None, x, torch.ones(2), torch.ones(2), torch.ones(3), None, 0.0, False, False
+        )
+    with pytest.raises(RuntimeError, match=r"rstd: expected one value per row, 2, got shape \(3\)"):
+        torch.ops.bertfast.add_layer_norm_bwd_cpu(
+            x, None, x, torch.ones(2), torch.ones(3), torch.ones(3), None, 0.0, False, False
+        )
