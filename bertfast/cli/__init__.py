@@ -51,8 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     warnings.showwarning = _show_warning
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # unwinds, so files are cleaned up
     try:
-        code = cli.main(arguments, prog_name="bertfast", standalone_mode=False) or 0
+        # Not cli.main, which ends the process by itself, and without a word, when standard output is closed.
+        with cli.make_context("bertfast", arguments) as context:
+            code = cli.invoke(context) or 0
         sys.stdout.flush()
+    except click.exceptions.Exit as end:
+        code = end.exit_code
     except (KeyboardInterrupt, click.Abort):
         code = _fail("interrupted", 128 + signal.SIGINT)
     except Exception as error:

@@ -16,6 +16,7 @@ from bertfast.encode import Encoder, pad
 MOST_TEXTS = 2000
 STOCK = ("eager", "sdpa")
 BATCH_ROWS = 32
+FULL_ROWS = 16
 FULL_LENGTH = 128
 ACCURACY_ROWS = 8
 ACCURACY_BATCHES = 3
@@ -130,8 +131,8 @@ def _cases(ids: list[list[int]], mixed: list[list[int]], max_length: int | None)
     first, last = ids[0][:1], ids[0][-1:]
     stream = [token for row in ids for token in row[1:-1]] or list(ids[0])
     inner = length - 2
-    stream *= -(-BATCH_ROWS * inner // len(stream))
-    full = [first + stream[i * inner : (i + 1) * inner] + last for i in range(BATCH_ROWS)]
+    stream *= -(-FULL_ROWS * inner // len(stream))
+    full = [first + stream[i * inner : (i + 1) * inner] + last for i in range(FULL_ROWS)]
     return {"One sentence": [median], "Full batch": full, "Mixed lengths": mixed}
 
 
