@@ -42,7 +42,7 @@ class Timing:
         return Quantiles.of(self.seconds)
 
     def speedup_over(self, other: Timing) -> Quantiles:
-        """How many times as fast as ``other``, round by round (both from one ``interleave``)."""
+        """How many times as fast as `other`, round by round (both from one `interleave`)."""
         return Quantiles.of([theirs / ours for ours, theirs in zip(self.seconds, other.seconds, strict=True)])
 
 
@@ -56,8 +56,8 @@ def interleave(
 ) -> dict[str, Timing]:
     """Times every contestant once per round, in an order that rotates from round to round.
 
-    A contestant quicker than ``min_seconds`` is called several times per round, and its mean is the round's value.
-    synchronize: waits for the device, e.g. ``torch.cuda.synchronize``; called before each reading of the clock.
+    A contestant quicker than `min_seconds` is called several times per round, and its mean is the round's value.
+    synchronize: waits for the device, e.g. `torch.cuda.synchronize`; called before each reading of the clock.
     """
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
@@ -85,7 +85,7 @@ def interleave(
 
 
 def synchronizer(device: torch.device) -> Callable[[], None] | None:
-    """What ``interleave`` needs on this device; None on the CPU, where a call returns when its work is done."""
+    """What `interleave` needs on this device; None on the CPU, where a call returns when its work is done."""
     return None if device.type == "cpu" else lambda: torch.accelerator.synchronize(device)
 
 
@@ -104,7 +104,7 @@ def machine() -> dict:
 
 
 def machine_line(facts: Mapping) -> str:
-    """``machine()`` in one line."""
+    """`machine()` in one line."""
     parts = [facts["cpu"], f"{facts['cores']} cores", f"{facts['torch_threads']} torch threads", *facts["gpus"]]
     return ", ".join([*parts, f"torch {facts['torch']}", f"Python {facts['python']}", facts["system"]])
 

@@ -1,4 +1,4 @@
-"""``python -m bertfast``."""
+"""`python -m bertfast`."""
 
 from bertfast.cli import main
 

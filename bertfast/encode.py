@@ -1,7 +1,7 @@
 """Texts to vectors: length-sorted batches, pooling as the checkpoint publishes it, results in input order.
 
-``Encoder`` joins a model, a tokenizer and a ``Pooling``; it knows nothing of files or terminals. Memory is bounded by a
-window of texts, never by the length of the input: ``encode_lines`` takes any iterable and yields one array per window.
+`Encoder` joins a model, a tokenizer and a `Pooling`; it knows nothing of files or terminals. Memory is bounded by a
+window of texts, never by the length of the input: `encode_lines` takes any iterable and yields one array per window.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TOKEN_BUDGET = 8192
 class Pooling:
     """How token vectors become one vector per text.
 
-    modes: some of ``POOLING_MODES``; several are concatenated. normalize: scale each vector to length 1.
+    modes: some of `POOLING_MODES`; several are concatenated. normalize: scale each vector to length 1.
     """
 
     modes: tuple[str, ...] = ("mean",)
@@ -52,10 +52,10 @@ class Pooling:
 
     @classmethod
     def from_pretrained(cls, path_or_id: str | os.PathLike, mode: str | None = None, **hub: Any) -> Pooling:
-        """Reads ``modules.json`` and the pooling folder that it names (sentence-transformers' format).
+        """Reads `modules.json` and the pooling folder that it names (sentence-transformers' format).
 
         mode: used in place of the published one; modules that follow the pooling are then not looked at, except for the
-        normalisation. Without the files: mean, not normalised. hub: the keywords of ``HubOptions``.
+        normalisation. Without the files: mean, not normalised. hub: the keywords of `HubOptions`.
         Raises: CheckpointError for damaged files, for a pooling that is not served, and for a further module (a dense
         layer, say).
         """
@@ -106,7 +106,7 @@ def _modes_of(config: dict[str, Any]) -> tuple[str, ...]:
 
 
 def read_modules(repository: Repository) -> dict[str, str]:
-    """Kind -> folder of each module that ``modules.json`` lists; what a plain checkpoint would list where it is absent.
+    """Kind -> folder of each module that `modules.json` lists; what a plain checkpoint would list where it is absent.
 
     Raises: CheckpointError if the file is not such a list.
     """
@@ -121,7 +121,7 @@ def read_modules(repository: Repository) -> dict[str, str]:
 
 
 def token_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices of ``lengths`` in batches, longest first, so that rows x longest row <= budget.
+    """Indices of `lengths` in batches, longest first, so that rows x longest row <= budget.
 
     A row above the budget is a batch of its own. Every index occurs exactly once.
     """
@@ -135,8 +135,8 @@ def token_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return batches
 
 
-def windows(lines: Iterable[str], max_lines: int = WINDOW_LINES, max_characters: int = WINDOW_CHARACTERS):
-    """Splits an iterable into lists of at most ``max_lines`` lines, each closed once it holds ``max_characters``."""
+def windows(lines: Iterable[str], max_lines: int, max_characters: int) -> Iterator[list[str]]:
+    """Splits an iterable into lists of at most `max_lines` lines, each closed once it holds `max_characters`."""
     window: list[str] = []
     characters = 0
     for line in lines:
@@ -182,7 +182,7 @@ class Encoder:
         token_budget: int = TOKEN_BUDGET,
         max_length: int | None = None,
     ) -> Encoder:
-        """pooling, normalize: None takes what the checkpoint publishes (see ``Pooling.from_pretrained``)."""
+        """pooling, normalize: None takes what the checkpoint publishes (see `Pooling.from_pretrained`)."""
         rule = Pooling.from_pretrained(path_or_id, pooling)
         if normalize is not None:
             rule = replace(rule, normalize=normalize)
@@ -197,7 +197,7 @@ class Encoder:
         return self.model.config.hidden_size * len(self.pooling.modes)
 
     def token_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, cut to ``max_length``.
+        """Token ids of each text, cut to `max_length`.
 
         Long texts are cut before they are tokenised, so that a text of a million words costs no more than a page. The
         cut grows until the limit is reached inside it, so the ids are those of the whole text.
@@ -231,8 +231,8 @@ class Encoder:
         return out
 
     def encode_lines(self, lines: Iterable[str]) -> Iterator[np.ndarray]:
-        """Yields the vectors of window after window of ``lines``; memory does not grow with their number."""
-        for window in windows(lines):
+        """Yields the vectors of window after window of `lines`; memory does not grow with their number."""
+        for window in windows(lines, WINDOW_LINES, WINDOW_CHARACTERS):
             yield self.encode(window)
 
 
@@ -246,7 +246,7 @@ def pad(rows: Sequence[Sequence[int]], pad_token_id: int) -> tuple[torch.Tensor,
 
 
 def _head(text: str, size: int) -> str:
-    """At most ``size`` characters of the text, ending before white space where there is any: words stay whole."""
+    """At most `size` characters of the text, ending before white space where there is any: words stay whole."""
     if len(text) <= size:
         return text
     head = text[:size]

@@ -1,4 +1,4 @@
-"""``bertfast embed``: results, and files that are not what one hopes for."""
+"""`bertfast embed`: results, and files that are not what one hopes for."""
 
 from __future__ import annotations
 

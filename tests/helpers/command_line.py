@@ -1,4 +1,4 @@
-"""Running ``bertfast`` as a user does, and checkpoints small enough for it."""
+"""Running `bertfast` as a user does, and checkpoints small enough for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORDS = ["the", "a", "cat", "dog", "sat", "on", "mat", "sky", "is", "blue", "tea
 
 
 def bertfast(*arguments: object, **options) -> subprocess.CompletedProcess:
-    """The finished process of ``python -m bertfast ARGUMENTS``, its output as text. options: of subprocess.run."""
+    """The finished process of `python -m bertfast ARGUMENTS`, its output as text. options: of subprocess.run."""
     environment = {**os.environ, **ENVIRONMENT, **options.pop("env", {})}
     command = [sys.executable, "-m", "bertfast", *map(str, arguments)]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "timeout": 120, **options}
@@ -28,7 +28,7 @@ def bertfast(*arguments: object, **options) -> subprocess.CompletedProcess:
 
 
 def python(code: str, *arguments: str) -> subprocess.CompletedProcess:
-    """The finished process of ``python -c CODE ARGUMENTS``, its output as text."""
+    """The finished process of `python -c CODE ARGUMENTS`, its output as text."""
     environment = {**os.environ, **ENVIRONMENT}
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
@@ -43,7 +43,7 @@ def error_of(done: subprocess.CompletedProcess) -> str:
 
 
 def run_here(capsys: pytest.CaptureFixture, *arguments: object) -> subprocess.CompletedProcess:
-    """As ``bertfast``, inside this process: saves the seconds that importing torch takes."""
+    """As `bertfast`, inside this process: saves the seconds that importing torch takes."""
     from bertfast.cli import main
 
     show, terminate = warnings.showwarning, signal.getsignal(signal.SIGTERM)
