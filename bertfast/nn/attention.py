@@ -43,7 +43,8 @@ def self_attention(
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if need_weights:
         scores = reference.attention_scores(q, k, attn_mask)
-        weights = apply_dropout(reference.softmax(scores.float()).to(v.dtype), dropout_p, "attention", None)
+        wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        weights = apply_dropout(reference.softmax(wide).to(v.dtype), dropout_p, "attention", None)
         return (weights @ v).transpose(1, 2).flatten(-2), weights
     context = ops.attention(q, k, v, attn_mask, dropout_p=dropout_p)
     return context.transpose(1, 2).flatten(-2), None

@@ -40,7 +40,8 @@ class FusedBertEmbeddings(nn.Module):
         positions_follow_padding: bool = False,
     ) -> None:
         super().__init__()
-        self.word_embeddings = nn.Embedding(vocab_size, hidden_size, padding_idx=pad_token_id)
+        in_table = pad_token_id is not None and pad_token_id < vocab_size
+        self.word_embeddings = nn.Embedding(vocab_size, hidden_size, padding_idx=pad_token_id if in_table else None)
         self.position_embeddings = nn.Embedding(
             max_position_embeddings, hidden_size, padding_idx=pad_token_id if positions_follow_padding else None
         )
@@ -48,17 +49,22 @@ class FusedBertEmbeddings(nn.Module):
         self.LayerNorm = FusedAddLayerNorm(hidden_size, eps)
         self.dropout = dropout
         self.positions_follow_padding = positions_follow_padding
+        # Of its own: the word table loses its padding_idx when the vocabulary shrinks below it.
+        self.pad_token_id = pad_token_id
 
     def position_ids_of(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         """Default positions, (B, S) or (1, S) int64; RoBERTa's are counted over the ids of the padded batch.
 
         Raises:
             IndexError: the sequence is longer than the position table.
+            ValueError: positions that follow the padding, and no `pad_token_id`.
         """
         given = input_ids if inputs_embeds is None else inputs_embeds
         length, offset = given.shape[1], 0
         if self.positions_follow_padding:
-            offset = self.word_embeddings.padding_idx + 1
+            if self.pad_token_id is None:
+                raise ValueError("positions are counted from pad_token_id, which is None; pass position_ids")
+            offset = self.pad_token_id + 1
         longest = self.position_embeddings.num_embeddings - offset
         if length > longest:
             raise IndexError(f"sequences have {length} tokens, but the position table has room for {longest}")
