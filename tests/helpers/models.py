@@ -1,0 +1,103 @@
+"""A stock model and ours with the same weights, and inputs for every head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from bertfast.models.base import PreTrainedModel
+from helpers.checkpoints import family_of, ours, tiny_stock
+
+VOCAB = 61
+NO_DROPOUT = {
+    "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "roberta": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "distilbert": {"dropout": 0.0, "attention_dropout": 0.0, "qa_dropout": 0.0, "seq_classif_dropout": 0.0},
+}
+PADDING = {
+    "right": [[1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0]],
+    "left": [[1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 1]],
+    "holes": [[1, 0, 1, 1, 0, 0, 1], [1, 1, 0, 1, 0, 1, 0], [1, 1, 1, 1, 1, 1, 1]],
+    "empty row": [[1, 1, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0, 0], [0, 1, 1, 0, 0, 0, 1]],
+    "full": [[1, 1, 1, 1, 1, 1, 1]] * 3,
+    "all empty": [[0, 0, 0, 0, 0, 0, 0]] * 3,
+}
+
+
+def own_name(name: str) -> str:
+    """Name of our class for a stock class name."""
+    return name.replace("XLMRoberta", "Roberta").replace("Camembert", "Roberta")
+
+
+def pair(
+    name: str, *, dtype: torch.dtype = torch.float64, attention: str = "sdpa", seed: int = 0, **fields
+) -> tuple[nn.Module, PreTrainedModel]:
+    """The stock model of a class name and ours, with the same random weights and no dropout, in eval mode."""
+    fields = {**NO_DROPOUT[family_of(own_name(name))], **fields}
+    stock = tiny_stock(name, seed, attn_implementation=attention, **fields)
+    model = ours(own_name(name))(stock.config).eval()
+    model.load_state_dict(stock.state_dict())
+    return stock.to(dtype), model.to(dtype)
+
+
+def mask_of(kind: str) -> Tensor:
+    """One of `PADDING` as a (3, 7) int64 mask."""
+    return torch.tensor(PADDING[kind])
+
+
+def inputs_of(name: str, mask: Tensor | str | None = None, seed: int = 0, types: bool = True) -> dict[str, Tensor]:
+    """Inputs without labels: (3, 7), for multiple choice (3, 2, 7); padding is the family's padding token."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = mask_of(mask) if isinstance(mask, str) else mask
+    if mask is not None and "MultipleChoice" in name:
+        mask = torch.stack([mask, mask.flip(0)], dim=1)
+    shape = (3, 2, 7) if "MultipleChoice" in name else (3, 7)
+    padding = 1 if family_of(own_name(name)) == "roberta" else 0
+    ids = torch.randint(2, VOCAB, shape, generator=generator)
+    inputs = {"input_ids": ids if mask is None else torch.where(mask.bool(), ids, padding)}
+    if mask is not None:
+        inputs["attention_mask"] = mask
+    if types and family_of(own_name(name)) != "distilbert":
+        inputs["token_type_ids"] = torch.randint(0, 2, shape, generator=generator)
+    return inputs
+
+
+def labels_of(name: str, mask: Tensor | str | None = None, seed: int = 0, num_labels: int = 2) -> dict[str, Tensor]:
+    """Labels for `inputs_of`; per-token ones are ignored on padding and on every third token."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    mask = mask_of(mask) if isinstance(mask, str) else mask
+    real = torch.ones(3, 7, dtype=torch.bool) if mask is None else mask.bool()
+    kept = real & (torch.arange(21).view(3, 7) % 3 != 1)
+
+    def tokens(classes: int) -> Tensor:
+        return torch.where(kept, torch.randint(0, classes, (3, 7), generator=generator), -100)
+
+    whole = torch.randint(0, num_labels, (3,), generator=generator)
+    if name.endswith("ForPreTraining"):
+        return {"labels": tokens(VOCAB), "next_sentence_label": whole}
+    if name.endswith("ForMaskedLM"):
+        return {"labels": tokens(VOCAB)}
+    if name.endswith("ForTokenClassification"):
+        return {"labels": tokens(num_labels)}
+    if name.endswith("ForQuestionAnswering"):
+        starts = torch.tensor([0, 1, 0])
+        return {"start_positions": starts, "end_positions": starts + torch.tensor([3, 1, 0])}
+    return {} if name.endswith("Model") else {"labels": whole}
+
+
+def real_rows(output: Tensor, mask: Tensor) -> Tensor:
+    """The rows of (B, S, ...) that a (B, S) mask marks."""
+    return output[mask.bool()]
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Gradients by parameter name, of those that have one."""
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_gradients(model: nn.Module, stock: nn.Module) -> None:
+    """The same parameters have gradients, and (in float64) the same ones."""
+    got, wanted = gradients(model), gradients(stock)
+    assert got.keys() == wanted.keys()
+    for name in wanted:
+        torch.testing.assert_close(got[name], wanted[name], rtol=1e-9, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
