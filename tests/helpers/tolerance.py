@@ -1,0 +1,326 @@
+"""The one tolerance: how far a result may be from the exact one.
+
+    |ours - exact| <= 2 * max over stock variants of max|stock - exact| + noise             for every element
+
+`exact` is the float64 reference, `stock` is plain PyTorch in the dtype under test (eager and SDPA, in three orders of
+summation), and `noise` is the rounding that any implementation may show: eps times the op's formula with every sum of
+terms replaced by the root of the sum of their squares. That is 3.5 standard deviations of terms that are rounded
+independently, and never more than eps times the formula on absolute values. The latter would hide a kernel that is five
+times worse than stock: for a bf16 GEMM over K = 768 it is 15 times stock's error, because roundings average out.
+
+So a tolerance scales with shape, dtype and data, and no test has a number of its own. It has a floor where the exact
+value is 0, as the gradient of a key bias.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+STOCK_FACTOR = 2.0
+GRADIENT = "gradients."
+
+
+def eps_of(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
+
+
+def accumulation_eps(dtype: torch.dtype) -> float:
+    """eps of what sums and statistics are kept in: fp32 below fp64."""
+    return eps_of(torch.promote_types(dtype, torch.float32))
+
+
+def assert_within(ours: Tensor, stocks: Iterable[Tensor], exact: Tensor, noise: Tensor | float, what: str) -> None:
+    """Asserts the rule above for one tensor.
+
+    Args:
+        ours: the result under test. Its dtype is the one that `stocks` must have.
+        stocks: stock results. One that is not finite where `exact` is allows nothing and is left out.
+        exact: float64.
+        noise: scalar, or broadcasting to `exact`.
+        what: named in the message.
+    """
+    stocks = list(stocks)
+    assert exact.dtype == torch.float64, f"{what}: exact must be float64, got {exact.dtype}"
+    for other in (exact, *stocks):
+        assert ours.shape == other.shape, f"{what}: shape is {tuple(ours.shape)}, expected {tuple(other.shape)}"
+    for stock in stocks:
+        assert ours.dtype == stock.dtype, f"{what}: dtype is {ours.dtype}, stock gives {stock.dtype}"
+    if ours.numel() == 0:
+        return
+    value = ours.detach().double()
+    defined = exact.isfinite()
+    assert torch.equal(value[~defined].nan_to_num(), exact[~defined].nan_to_num()), (
+        f"{what} ({ours.dtype}): differs from the exact result where that is not finite"
+    )
+    if not defined.any():
+        return
+    broken = defined & ~value.isfinite()
+    assert not broken.any(), (
+        f"{what} ({ours.dtype}): {int(broken.sum())} of {ours.numel()} elements are not finite where the exact result "
+        f"is, the first at {_first(broken)}"
+    )
+    stock_errors = [(stock.detach().double() - exact)[defined].abs().max().item() for stock in stocks]
+    finite_errors = [error for error in stock_errors if error < float("inf")]
+    assert finite_errors or not stocks, f"{what}: no stock variant is finite, there is nothing to compare with"
+    stock_error = max(finite_errors, default=0.0)
+    error = (value - exact).abs().masked_fill(~defined, 0.0)
+    floor = torch.as_tensor(noise, dtype=torch.float64, device=exact.device).expand_as(exact)
+    assert bool(floor[defined].isfinite().all()), f"{what}: the noise floor is not finite"
+    allowed = STOCK_FACTOR * stock_error + floor
+    wrong = (error > allowed) & defined
+    if wrong.any():
+        excess = torch.where(wrong, error - allowed, -1.0)
+        at = tuple(int(i) for i in torch.unravel_index(excess.argmax(), excess.shape))
+        raise AssertionError(
+            f"{what} ({ours.dtype}, shape {tuple(ours.shape)}): {int(wrong.sum())} of {ours.numel()} elements are too "
+            f"far off; worst at {at}: got {value[at]:.9g}, exact {exact[at]:.9g}, error {error[at]:.3g}, allowed "
+            f"{allowed[at]:.3g} (2 x stock's {stock_error:.3g} + noise {floor[at]:.3g})"
+        )
+
+
+def _first(mask: Tensor) -> tuple[int, ...]:
+    return tuple(mask.nonzero()[0].tolist())
+
+
+@dataclass(frozen=True)
+class Order:
+    """A rearrangement of the dimensions that an op sums over: 0 as they are, 1 reversed, else shuffled by that seed."""
+
+    seed: int
+
+    def __call__(self, x: Tensor, *dims: int) -> Tensor:
+        return self._select(x, dims, lambda order: order)
+
+    def undo(self, x: Tensor, *dims: int) -> Tensor:
+        return self._select(x, dims, torch.argsort)
+
+    def indices(self, size: int) -> Tensor:
+        if self.seed == 1:
+            return torch.arange(size).flip(0)
+        return torch.randperm(size, generator=torch.Generator().manual_seed(self.seed))
+
+    def _select(self, x, dims, of):
+        if self.seed == 0:
+            return x
+        for dim in dims:
+            x = x.index_select(dim, of(self.indices(x.shape[dim])).to(x.device))
+        return x
+
+
+ORDERS = (Order(0), Order(1), Order(2))
+
+Inputs = dict[str, Tensor | None]
+Results = dict[str, Tensor]
+
+
+class Case(Protocol):
+    """One call of one op: everything that a backend is held to. See `helpers.op_cases`."""
+
+    op: str
+    inputs: Inputs
+
+    def ours(self, inputs: Inputs, backend: str | None) -> Results: ...
+
+    def stocks(self) -> Sequence[Callable[[Inputs], Results]]: ...
+
+    def exact(self, inputs: Inputs) -> Results: ...
+
+    def noise(self, inputs: Inputs, cotangents: Results, exact: Results, results: Results) -> dict[str, Tensor]: ...
+
+
+def run(function: Callable[[Inputs], Results], inputs: Inputs, cotangents: Results | None) -> Results:
+    """The outputs of `function`, and as `d<input>` the gradients of the inputs that require them."""
+    leaves = {name: None if t is None else t.detach().requires_grad_(t.requires_grad) for name, t in inputs.items()}
+    outputs = function(leaves)
+    results = {name: out.detach() for name, out in outputs.items()}
+    wanted = {name: leaf for name, leaf in leaves.items() if leaf is not None and leaf.requires_grad}
+    if not wanted or cotangents is None:
+        return results
+    roots = {name: out for name, out in outputs.items() if name in cotangents}
+    grads = torch.autograd.grad(
+        list(roots.values()), list(wanted.values()), [cotangents[name] for name in roots], allow_unused=True
+    )
+    for (name, leaf), grad in zip(wanted.items(), grads, strict=True):
+        assert grad is None or grad.dtype == leaf.dtype, f"d{name} is {grad.dtype}, {name} is {leaf.dtype}"
+        results[f"d{name}"] = torch.zeros_like(leaf) if grad is None else grad.detach()
+    return results
+
+
+def random_cotangents(outputs: Results, seed: int = 0) -> Results:
+    """Random gradients of the outputs, in their dtypes. Never all ones: LayerNorm's input gradient is then 0."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(out.shape, generator=generator, dtype=torch.float32).to(out)
+        for name, out in outputs.items()
+        if out.dtype.is_floating_point
+    }
+
+
+def to_double(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """Copies in float64; integers, bools and None stay."""
+    return {
+        name: t.detach().double().requires_grad_(t.requires_grad)
+        if t is not None and t.dtype.is_floating_point
+        else t
+        for name, t in tensors.items()
+    }
+
+
+def assert_parity(
+    case: Case,
+    backend: str | None,
+    *,
+    cotangents: Callable[[Results], Results] = random_cotangents,
+    backward: bool = True,
+) -> Results:
+    """Runs a case forward and backward on `backend` and holds every output and gradient to the rule.
+
+    Also asserts that inputs are not written and that outputs share no memory with them. Returns our results.
+    """
+    before = {name: None if t is None else t.detach().clone() for name, t in case.inputs.items()}
+    with torch.no_grad():
+        outputs = case.ours(case.inputs, backend)
+    for name, out in outputs.items():
+        for input_name, t in case.inputs.items():
+            assert t is None or not _share_memory(out, t), f"{case.op}: {name} aliases {input_name}"
+    upstream = cotangents(outputs) if backward else None
+    ours = run(lambda inputs: case.ours(inputs, backend), case.inputs, upstream)
+    for name, out in outputs.items():
+        assert torch.equal(_bits(out), _bits(ours[name])), f"{case.op}: {name} differs with gradients enabled"
+    for name, t in case.inputs.items():
+        assert t is None or torch.equal(_bits(t), _bits(before[name])), f"{case.op} wrote to its input {name}"
+    stocks = [run(stock, case.inputs, upstream) for stock in case.stocks()]
+    exact_inputs = to_double(case.inputs)
+    exact_upstream = None if upstream is None else to_double(upstream)
+    exact = run(case.exact, exact_inputs, exact_upstream)
+    assert ours.keys() == exact.keys(), f"{case.op}: got {sorted(ours)}, expected {sorted(exact)}"
+    noise = case.noise(exact_inputs, exact_upstream or {}, exact, ours)
+    for name, value in exact.items():
+        what = f"{case.op} {name} on {backend or 'auto'} of {case}"
+        assert_within(ours[name], [stock[name] for stock in stocks], value, noise[name], what)
+    return ours
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    return a.numel() > 0 and b.numel() > 0 and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def _bits(t: Tensor) -> Tensor:
+    return t.detach().contiguous().view(torch.uint8) if t.dim() else t.detach().reshape(1).view(torch.uint8)
+
+
+def assert_models_within(
+    ours: nn.Module,
+    stock: nn.Module,
+    inputs: Mapping[str, Any],
+    *,
+    dtype: torch.dtype = torch.float32,
+    real: Tensor | None = None,
+    backward: bool = True,
+    what: str | None = None,
+) -> dict[str, Tensor]:
+    """Holds a whole model to the rule: all floating point outputs and the gradients of all parameters.
+
+    exact is `stock` in float64 with eager attention, and stock variants are eager and sdpa in `dtype`, all from the
+    weights of `stock` rounded to `dtype`. The noise of a tensor is eps times its largest exact value, plus what the
+    exact value moves by when every weight changes by one eps up or down: gradients of queries and keys are differences
+    of larger numbers. For a parameter's gradient the largest of its module counts, and where the exact gradient is 0,
+    as that of a key bias, the largest of the block around the module (queries, keys and values).
+
+    Args:
+        ours: has the parameters of `stock`, names and values, in any dtype. Copied, like `stock`; both keep their mode.
+        stock: a transformers model (`set_attn_implementation`).
+        inputs: keyword arguments of both; floating point tensors are cast to the dtype.
+        real: (B, S), nonzero where a token counts. Outputs (B, S, ...) are compared, and get a gradient, there only.
+        backward: also compare the gradients, under random gradients of all outputs.
+
+    Returns:
+        our results by name: outputs (`hidden_states.0` for members of tuples), and `gradients.<parameter>`.
+    """
+    what = what or type(ours).__name__
+    stocks = [_with_attention(stock, name).to(dtype) for name in ("eager", "sdpa")]
+    exact_model = _with_attention(stocks[0], "eager").double()
+    ours = copy.deepcopy(ours).to(dtype)
+    names = {name for name, _ in ours.named_parameters()}
+    expected = {name for name, _ in exact_model.named_parameters()}
+    assert names == expected, f"{what}: parameters differ from stock's: {sorted(names ^ expected)}"
+    with torch.no_grad():
+        shapes = {name: torch.empty_like(out, dtype=dtype) for name, out in _outputs(exact_model, inputs).items()}
+    cotangents = {name: _mask_rows(t, real) for name, t in random_cotangents(shapes).items()} if backward else None
+    exact = _run_model(exact_model, inputs, cotangents, real)
+    moved = _run_model(_nudged(exact_model, eps_of(dtype)), inputs, cotangents, real)
+    mine = _run_model(ours, inputs, cotangents, real)
+    theirs = [_run_model(model, inputs, cotangents, real) for model in stocks]
+    assert mine.keys() == exact.keys(), f"{what}: results differ from stock's: {sorted(mine.keys() ^ exact.keys())}"
+    largest = {name: value.abs().max().item() if value.numel() else 0.0 for name, value in exact.items()}
+    for name, value in exact.items():
+        noise = eps_of(dtype) * _scale(name, largest)
+        noise += (moved[name] - value).abs().max().item() if value.numel() else 0.0
+        assert_within(mine[name], [results[name] for results in theirs], value, noise, f"{what} {name}")
+    return mine
+
+
+def _with_attention(model: nn.Module, implementation: str) -> nn.Module:
+    model = copy.deepcopy(model)
+    model.set_attn_implementation(implementation)
+    return model
+
+
+def _nudged(model: nn.Module, eps: float) -> nn.Module:
+    model = copy.deepcopy(model)
+    model.zero_grad()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 1 + eps * (2 * torch.randint(2, parameter.shape, generator=generator) - 1)
+    return model
+
+
+def _scale(name: str, largest: Mapping[str, float]) -> float:
+    if not name.startswith(GRADIENT):
+        return largest[name]
+    module = name.rpartition(".")[0]
+    block = module.rpartition(".")[0]
+    of_module, of_block = (
+        max(size for other, size in largest.items() if other.startswith(f"{prefix}.")) for prefix in (module, block)
+    )
+    return of_block if largest[name] < eps_of(torch.float32) ** 2 * of_block else of_module
+
+
+def _outputs(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    dtype = next(model.parameters()).dtype
+    cast = {
+        name: t.to(dtype) if isinstance(t, Tensor) and t.dtype.is_floating_point else t for name, t in inputs.items()
+    }
+    found: dict[str, Tensor] = {}
+    for name, value in dict(model(**cast)).items():
+        if isinstance(value, Tensor):
+            found[name] = value
+        elif value is not None:
+            found.update({f"{name}.{i}": t for i, t in enumerate(value)})
+    return found
+
+
+def _mask_rows(t: Tensor, real: Tensor | None) -> Tensor:
+    if real is None or t.shape[:2] != real.shape:
+        return t
+    return t.masked_fill((real == 0).view(*real.shape, *(1,) * (t.dim() - 2)), 0.0)
+
+
+def _run_model(model, inputs, cotangents, real) -> dict[str, Tensor]:
+    outputs = _outputs(model, inputs)
+    results = {name: _mask_rows(out.detach(), real) for name, out in outputs.items()}
+    if cotangents is None:
+        return results
+    roots = {name: out for name, out in outputs.items() if out.requires_grad}
+    torch.autograd.backward(list(roots.values()), [cotangents[name].to(out.dtype) for name, out in roots.items()])
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            results[f"{GRADIENT}{name}"] = parameter.grad
+    return results
