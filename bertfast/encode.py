@@ -18,6 +18,7 @@ import torch
 from bertfast.errors import CheckpointError
 from bertfast.hub import HubOptions, Repository
 from bertfast.models.auto import AutoModel
+from bertfast.models.base import PreTrainedModel
 from bertfast.tokenization import Tokenizer
 
 POOLING_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens")  # the order in which sentence-transformers joins them
@@ -153,10 +154,19 @@ class Encoder:
     """A model, its tokenizer and a pooling. Results are NumPy arrays in fp32, in the order of the texts.
 
     token_budget: the most tokens, padding included, in a batch. max_length: the most tokens of a text, special tokens
-    included; longer texts are cut. The checkpoint's own limit holds where it is lower.
+    included; longer texts are cut. The checkpoint's own limit holds where it is lower. prompt: put before every text.
     """
 
-    def __init__(self, model, tokenizer, pooling: Pooling, *, token_budget: int = TOKEN_BUDGET, max_length=None):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        pooling: Pooling,
+        *,
+        token_budget: int = TOKEN_BUDGET,
+        max_length: int | None = None,
+        prompt: str = "",
+    ):
         if token_budget < 1:
             raise ValueError(f"token_budget must be at least 1, got {token_budget}")
         limit = tokenizer.max_length
@@ -165,6 +175,7 @@ class Encoder:
                 raise ValueError(f"max_length must be at least 3, one token between two special ones; got {max_length}")
             limit = min(max_length, limit or max_length)
         self.model = model.eval()
+        self.prompt = prompt
         self.tokenizer = tokenizer
         self.pooling = pooling
         self.token_budget = token_budget
@@ -186,10 +197,13 @@ class Encoder:
         rule = Pooling.from_pretrained(path_or_id, pooling)
         if normalize is not None:
             rule = replace(rule, normalize=normalize)
-        subfolder = read_modules(Repository(path_or_id)).get("Transformer", "")
+        repository = Repository(path_or_id)
+        subfolder = read_modules(repository).get("Transformer", "")
+        published = repository.json("config_sentence_transformers.json") or {}
+        prompt = (published.get("prompts") or {}).get(published.get("default_prompt_name")) or ""
         tokenizer = Tokenizer.from_pretrained(path_or_id, subfolder=subfolder)
         model = AutoModel.from_pretrained(path_or_id, subfolder=subfolder, dtype=dtype).to(device)
-        return cls(model, tokenizer, rule, token_budget=token_budget, max_length=max_length)
+        return cls(model, tokenizer, rule, token_budget=token_budget, max_length=max_length, prompt=prompt)
 
     @property
     def dimension(self) -> int:
@@ -197,11 +211,12 @@ class Encoder:
         return self.model.config.hidden_size * len(self.pooling.modes)
 
     def token_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, cut to `max_length`.
+        """Token ids of each text with the prompt before it, cut to `max_length`.
 
         Long texts are cut before they are tokenised, so that a text of a million words costs no more than a page. The
         cut grows until the limit is reached inside it, so the ids are those of the whole text.
         """
+        texts = [self.prompt + text for text in texts]
         if self.max_length is None or self.tokenizer.truncation_side != "right":
             return self._ids(texts)
         reach = 32 * self.max_length

@@ -212,3 +212,13 @@ def test_the_transformer_may_lie_in_a_folder_of_its_own(tmp_path):
     expected = Encoder.from_pretrained(tiny, pooling="mean", normalize=False).encode(["the cat sat"])
     write_json(tmp_path / "modules.json", [{"type": "m.Transformer", "path": "0_Transformer"}])
     assert np.array_equal(Encoder.from_pretrained(tmp_path).encode(["the cat sat"]), expected)
+
+
+def test_the_published_prompt_comes_before_every_text(tmp_path):
+    tiny = tiny_checkpoint(tmp_path)
+    expected = Encoder.from_pretrained(tiny).encode(["the cat", "the dog sat"])
+    write_json(tmp_path / "config_sentence_transformers.json", {"prompts": {"query": "the "}})
+    assert Encoder.from_pretrained(tiny).prompt == ""
+    published = {"prompts": {"query": "the ", "other": "a "}, "default_prompt_name": "query"}
+    write_json(tmp_path / "config_sentence_transformers.json", published)
+    assert np.array_equal(Encoder.from_pretrained(tiny).encode(["cat", "dog sat"]), expected)
