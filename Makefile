@@ -15,6 +15,9 @@ READY := .venv/.ready
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
 
+# Builds find ninja on PATH.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
 .PHONY: demo test lint clean
 
 demo: $(READY)

@@ -58,7 +58,7 @@ def check_cpu() -> None:
     try:
         import torch
     except ImportError as error:
-        raise CannotBuild(f"torch cannot be imported ({error}); reinstall with --no-build-isolation") from error
+        raise CannotBuild(f"the build environment has no torch ({error})") from error
     running = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
     if running < MIN_TORCH:
         raise CannotBuild(f"torch {torch.__version__} is older than {MIN_TORCH[0]}.{MIN_TORCH[1]}")
@@ -72,7 +72,6 @@ def check_cpu() -> None:
 
 
 def check_cuda() -> None:
-    check_cpu()
     import torch
     from torch.utils.cpp_extension import CUDA_HOME
 
@@ -126,18 +125,21 @@ def plan(mode: str) -> tuple[list[str], list[str]]:
         raise SystemExit(f"BERTFAST_BUILD={mode} is unknown; expected one of {', '.join(MODES)}")
     if mode == "none":
         return [], ["BERTFAST_BUILD=none was set"]
-    attempts, reasons = [], []
-    for backend, check in (("cuda", check_cuda), ("cpu", check_cpu)):
-        if mode not in ("auto", backend):
-            continue
-        try:
-            check()
-            attempts.append(backend)
-        except CannotBuild as error:
-            if mode == backend:
-                raise SystemExit(f"BERTFAST_BUILD={mode}: {error}") from error
-            reasons.append(f"{backend} kernels skipped: {error}")
-    return attempts, reasons
+    try:
+        check_cpu()
+    except CannotBuild as error:
+        if mode != "auto":
+            raise SystemExit(f"BERTFAST_BUILD={mode}: {error}") from error
+        return [], [f"native kernels skipped: {error}"]
+    if mode == "cpu":
+        return ["cpu"], []
+    try:
+        check_cuda()
+    except CannotBuild as error:
+        if mode == "cuda":
+            raise SystemExit(f"BERTFAST_BUILD={mode}: {error}") from error
+        return ["cpu"], [f"CUDA kernels skipped: {error}"]
+    return ["cuda", "cpu"] if mode == "auto" else ["cuda"], []
 
 
 def write_record(folder: Path, library: Path | None, backend: str | None, reasons: list[str]) -> None:
@@ -190,7 +192,7 @@ def commands(mode: str, attempts: list[str], reasons: list[str]) -> dict[str, ty
                 except Exception as error:
                     if mode != "auto":
                         raise
-                    reasons.append(f"{backend} kernels skipped: the build failed ({error})")
+                    reasons.append(f"the build of the {backend} kernels failed ({error})")
                     say(reasons[-1])
                 else:
                     write_record(library.parent, library, backend, reasons)
@@ -208,6 +210,8 @@ def main() -> None:
     attempts, reasons = plan(mode)
     for reason in reasons:
         say(reason)
+    if not attempts and mode == "auto":
+        say("building pure Python; for the native kernels install with --no-build-isolation where torch is")
     setup(
         ext_modules=[make_extension(attempts[0])] if attempts else [],
         cmdclass=commands(mode, attempts, reasons),
