@@ -85,14 +85,15 @@ def labels_of(name: str, mask: Tensor | str | None = None, seed: int = 0, num_la
     return {} if name.endswith("Model") else {"labels": whole}
 
 
-def real_rows(output: Tensor, mask: Tensor) -> Tensor:
-    """The rows of (B, S, ...) that a (B, S) mask marks."""
-    return output[mask.bool()]
-
-
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Gradients by parameter name, of those that have one."""
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    """Gradients by parameter name, of those that have one; a tied parameter has several names."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: p.grad for name, p in named if p.grad is not None}
+
+
+def assert_close(got: Tensor, wanted: Tensor, what: str) -> None:
+    """Equal but for the order of summation, in float64."""
+    torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-10, msg=lambda text: f"{what}: {text}")
 
 
 def assert_same_gradients(model: nn.Module, stock: nn.Module) -> None:
@@ -100,4 +101,41 @@ def assert_same_gradients(model: nn.Module, stock: nn.Module) -> None:
     got, wanted = gradients(model), gradients(stock)
     assert got.keys() == wanted.keys()
     for name in wanted:
-        torch.testing.assert_close(got[name], wanted[name], rtol=1e-9, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+        assert_close(got[name], wanted[name], name)
+
+
+def on_rows(tensor: Tensor, rows: Tensor | None) -> Tensor:
+    """(B, S, ...) with zeros outside the rows that a (B, S) mask marks; anything else as it is."""
+    if rows is None or tensor.shape[:2] != rows.shape:
+        return tensor
+    return tensor.masked_fill((rows == 0).view(*rows.shape, *(1,) * (tensor.dim() - 2)), 0.0)
+
+
+def assert_same(
+    model: nn.Module,
+    stock: nn.Module,
+    inputs: dict,
+    *,
+    rows: Tensor | None = None,
+    stock_inputs: dict | None = None,
+    backward: bool = True,
+) -> dict[str, Tensor]:
+    """In float64, every output and the gradient of every parameter under random cotangents; returns our outputs.
+
+    rows: (B, S), the rows to compare of outputs (B, S, ...); None for all.
+    """
+    got, wanted = model(**inputs), stock(**(inputs if stock_inputs is None else stock_inputs))
+    assert list(got) == list(wanted)
+    generator = torch.Generator().manual_seed(7)
+    roots: list[tuple[Tensor, Tensor]] = []
+    cotangents = []
+    for key in wanted:
+        assert_close(on_rows(got[key], rows), on_rows(wanted[key], rows), key)
+        roots.append((got[key], wanted[key]))
+        cotangents.append(on_rows(torch.randn(wanted[key].shape, generator=generator, dtype=torch.float64), rows))
+    if backward:
+        for one, side in ((model, 0), (stock, 1)):
+            one.zero_grad()
+            torch.autograd.backward([pair[side] for pair in roots], cotangents)
+        assert_same_gradients(model, stock)
+    return got
