@@ -64,6 +64,15 @@ ACTIVATIONS: dict[str, Activation] = {
     "linear": _linear,
 }
 
+# The configuration names whose formula `torch.nn.functional.gelu` has, and its `approximate` for each.
+GELU_FORMS = {
+    "gelu": "none",
+    "gelu_python": "none",
+    "gelu_new": "tanh",
+    "gelu_pytorch_tanh": "tanh",
+    "gelu_python_tanh": "tanh",
+}
+
 
 def get_activation(activation: str | Activation) -> Activation:
     """The function of a configuration name such as `"gelu"` (exact, by erf); a callable is returned as it is.

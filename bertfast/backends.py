@@ -84,7 +84,7 @@ class Capability:
     masks: frozenset[str] = frozenset({"none", "bool", "float"})
     dropout: bool = True
     backward: bool = True
-    features: frozenset[str] = frozenset()
+    features: frozenset[str] | None = None
     unavailable: Callable[[], str | None] = _always_available
 
     def unavailable_reason(self) -> str | None:
@@ -118,7 +118,8 @@ class Capability:
             reasons.append("no dropout")
         if call.grad and not self.backward:
             reasons.append("no backward")
-        reasons.extend(f"no {feature}" for feature in call.features if feature not in self.features)
+        if self.features is not None:
+            reasons.extend(f"no {feature}" for feature in call.features if feature not in self.features)
         return reasons
 
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from bertfast import ops
-from bertfast.activations import Activation, get_activation
+from bertfast.activations import GELU_FORMS, Activation, get_activation
 from bertfast.nn.plain import is_plain
-
-_GELU_FORMS = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
-
 
 def feed_forward(x: Tensor, dense_in: nn.Module, dense_out: nn.Module, activation: str | Activation) -> Tensor:
     """`ops.feed_forward` over the weights of two linear modules, or their calls where they are not plain."""
@@ -20,7 +17,7 @@ def feed_forward(x: Tensor, dense_in: nn.Module, dense_out: nn.Module, activatio
 
 def dense_activation(x: Tensor, dense: nn.Module, activation: str | Activation) -> Tensor:
     """activation(dense(x)), as one op where `dense` is plain and the activation an exact or tanh GELU."""
-    approximate = _GELU_FORMS.get(activation) if isinstance(activation, str) else None
+    approximate = GELU_FORMS.get(activation) if isinstance(activation, str) else None
     if approximate is not None and is_plain(dense, nn.Linear):
         return ops.linear_gelu(x, dense.weight, dense.bias, approximate)
     return get_activation(activation)(dense(x))

@@ -174,4 +174,4 @@ def _check_mask_shape(attn_mask: Tensor, full: tuple[int, ...]) -> None:
         raise ValueError(f"attn_mask must broadcast to {full}, got {tuple(attn_mask.shape)}")
 
 
-register(Capability("attention", "torch", _torch, features=frozenset({"enable_gqa"})))
+register(Capability("attention", "torch", _torch))

@@ -9,17 +9,22 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from bertfast.activations import Activation, get_activation
-from bertfast.backends import Capability, choose, describe, needs_grad, register
+from bertfast.activations import GELU_FORMS, Activation, get_activation
+from bertfast.backends import FLOAT, Capability, choose, describe, needs_grad, register
 from bertfast.dropout import apply_dropout, check_probability
 from bertfast.ops._autocast import to_autocast
 from bertfast.ops._checks import check_devices, check_shape
-from bertfast.ops.linear_gelu import check_linear
+from bertfast.ops._library import extension_unavailable
+from bertfast.ops.linear_gelu import check_linear, linear_gelu_fwd
 
 
 def _torch(x, w_in, b_in, w_out, b_out, activation, dropout_p, seed):
     hidden = apply_dropout(get_activation(activation)(F.linear(x, w_in, b_in)), dropout_p, "feed_forward", seed)
     return F.linear(hidden, w_out, b_out)
+
+
+def _fused(x, w_in, b_in, w_out, b_out, activation, dropout_p, seed):
+    return F.linear(linear_gelu_fwd(x, w_in, b_in, GELU_FORMS[activation], "cpu"), w_out, b_out)
 
 
 def feed_forward(
@@ -71,8 +76,22 @@ def feed_forward(
         (x, w_in, b_in, w_out, b_out),
         grad=needs_grad(x, w_in, b_in, w_out, b_out),
         dropout_p=dropout_p,
+        features=(activation if isinstance(activation, str) else "callable activation",),
     )
     return choose(call, backend).implementation(x, w_in, b_in, w_out, b_out, activation, dropout_p, _seed)
 
 
 register(Capability("feed_forward", "torch", _torch))
+register(
+    Capability(
+        "feed_forward",
+        "cpu",
+        _fused,
+        devices=frozenset({"cpu"}),
+        dtypes=FLOAT,
+        dropout=False,
+        backward=False,
+        features=frozenset(GELU_FORMS),
+        unavailable=extension_unavailable,
+    )
+)

@@ -5,12 +5,44 @@ FLOPs: 2 M N K for x (M, K) and weight (N, K). Memory floor: x, weight and out o
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bertfast.backends import Capability, choose, describe, needs_grad, register
+from bertfast.backends import FLOAT, Capability, choose, describe, needs_grad, register
 from bertfast.ops._autocast import to_autocast
 from bertfast.ops._checks import check_devices, check_floating, check_rank, check_shape
+from bertfast.ops._library import LIBRARY, define, extension_unavailable
+
+LIBRARY.define("bias_gelu_cpu(Tensor(a!) out, Tensor? bias, bool tanh) -> ()")
+
+
+def _fwd_fake(x, weight, bias, approximate):
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+_FWD = define(
+    "linear_gelu_fwd", "(Tensor x, Tensor weight, Tensor? bias, str approximate) -> Tensor", _fwd_fake, ("cpu",)
+)
+
+
+def _fwd_cpu(x, weight, bias, approximate):
+    """The GEMM is torch's; what follows it runs in place on its output, which nobody else has seen."""
+    out = F.linear(x, weight).contiguous()
+    torch.ops.bertfast.bias_gelu_cpu(out, bias, approximate == "tanh")
+    return out
+
+
+LIBRARY.impl("linear_gelu_fwd_cpu", _fwd_cpu, "CPU")
+
+
+def linear_gelu_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, backend: str) -> Tensor:
+    """The private forward op of a fused backend; not differentiable."""
+    return _FWD[backend](x, weight, bias, approximate)
+
+
+def _fused(x, weight, bias, approximate):
+    return linear_gelu_fwd(x, weight, bias, approximate, "cpu")
 
 
 def _torch(x, weight, bias, approximate):
@@ -66,3 +98,14 @@ def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *names: str) ->
 
 
 register(Capability("linear_gelu", "torch", _torch))
+register(
+    Capability(
+        "linear_gelu",
+        "cpu",
+        _fused,
+        devices=frozenset({"cpu"}),
+        dtypes=FLOAT,
+        backward=False,
+        unavailable=extension_unavailable,
+    )
+)

@@ -27,6 +27,7 @@
 #include "philox.h"
 #include "simd.h"
 #include "tensor.h"
+#include "vector.h"
 
 namespace bertfast {
 namespace {
@@ -50,24 +51,6 @@ BERTFAST_INLINE float sum_of(int64_t size, const Term& term) {
   for (int64_t i = 4 * quarter; i < size; ++i) s0 += term(i);
   return (s0 + s1) + (s2 + s3);
 }
-
-// A (N,) tensor as fp32, converted only if it has to be. Empty without a tensor.
-class FloatVector {
- public:
-  explicit FloatVector(const std::optional<Tensor>& tensor) {
-    if (!tensor) return;
-    held_ = as_contiguous(*tensor);
-    converted_.resize(held_->scalar_type() == ScalarType::Float ? 0 : held_->numel());
-    data_ = Rows(*held_, held_->numel()).read(0, converted_.data());
-  }
-
-  const float* data() const { return data_; }
-
- private:
-  std::optional<Tensor> held_;
-  std::vector<float> converted_;
-  const float* data_ = nullptr;
-};
 
 std::optional<Dropout> make_dropout(const std::optional<Tensor>& seed, double p) {
   check_probability("dropout_p", p);
