@@ -54,7 +54,7 @@ class Call(NamedTuple):
 
     def __str__(self) -> str:
         facts = [f"device={self.device}" + (" sm_{}{}".format(*self.compute) if self.compute else "")]
-        facts.append("dtypes=" + "/".join(str(d).removeprefix("torch.") for d in self.dtypes))
+        facts.append("dtypes=" + "/".join(_name(dtype) for dtype in dict.fromkeys(self.dtypes)))
         facts += [f"{name}={value}" for name, value in (("head_dim", self.head_dim), ("width", self.width)) if value]
         facts += [f"mask={self.mask}"] if self.mask != "none" else []
         facts += [name for name, present in (("grad", self.grad), ("dropout", self.dropout)) if present]
@@ -102,7 +102,7 @@ class Capability:
         if self.dtypes is not None:
             reasons.extend(
                 f"dtype {_name(dtype)} is not one of {_names(self.dtypes)}"
-                for dtype in call.dtypes
+                for dtype in dict.fromkeys(call.dtypes)
                 if dtype not in self.dtypes
             )
         if self.min_compute is not None and call.compute is not None and call.compute < self.min_compute:
@@ -197,16 +197,12 @@ def describe(
     features: tuple[str, ...] = (),
 ) -> Call:
     """The :class:`Call` for an op on `tensors` (None where an optional one is absent)."""
-    first = tensors[0]
-    dtypes: list[torch.dtype] = []
-    for tensor in tensors:
-        if tensor is not None and tensor.dtype not in dtypes:
-            dtypes.append(tensor.dtype)
+    device = tensors[0].device
     return Call(
         op,
-        first.device.type,
-        torch.cuda.get_device_capability(first.device) if first.device.type == "cuda" else None,
-        tuple(dtypes),
+        device.type,
+        torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        tuple([tensor.dtype for tensor in tensors if tensor is not None]),
         grad,
         dropout_p > 0.0,
         head_dim,

@@ -32,7 +32,8 @@ def self_attention(
     Returns:
         The context, in the shape of `hidden_states`, and the probabilities or None.
     """
-    q, k, v = (proj(hidden_states).unflatten(-1, (num_heads, -1)) for proj in (query, key, value))
+    by_head = (*hidden_states.shape[:-1], num_heads, hidden_states.shape[-1] // num_heads)
+    q, k, v = (proj(hidden_states).view(by_head) for proj in (query, key, value))
     if cu_seqlens is not None:
         if attn_mask is not None or need_weights:
             raise ValueError("packed hidden_states take neither attn_mask nor need_weights")

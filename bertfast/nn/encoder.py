@@ -55,12 +55,12 @@ class BertEncoderLayer(nn.Module):
 
     def _leaves(self) -> list[nn.Module]:
         """The children of `LayerNames`, looked up in every forward because adapters and quantisers replace them.
-        (Dynamo does not trace `operator.attrgetter`.)"""
+        Through `_modules`: `getattr` takes a detour over `Module.__getattr__` at each of some twenty steps."""
         leaves = []
         for path in self._paths:
             child = self
             for name in path:
-                child = getattr(child, name)
+                child = child._modules[name]
             leaves.append(child)
         return leaves
 

@@ -11,21 +11,23 @@ import torch
 from torch import Tensor
 
 
-def check_devices(**tensors: Tensor | None) -> None:
-    """Raises ValueError unless all tensors live on the device of the first."""
-    named = [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
-    first_name, first = named[0]
-    device = first.device
-    for name, tensor in named[1:]:
-        if tensor.device != device:
-            raise ValueError(f"{name} is on {tensor.device}, expected {device}, the device of {first_name}")
-
-
-def check_floating(**tensors: Tensor | None) -> None:
-    """Raises TypeError unless all tensors are of a floating point dtype."""
-    for name, tensor in tensors.items():
-        if tensor is not None and not tensor.dtype.is_floating_point:
+def check_tensors(names: tuple[str, ...], *tensors: Tensor | None) -> None:
+    """Raises unless all tensors (None where an optional one is absent) are floating point (TypeError) and live on the
+    device of the first (ValueError)."""
+    device = tensors[0].device
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor is None:
+            continue
+        if not tensor.dtype.is_floating_point:
             raise TypeError(f"{name} must be a floating point tensor, got {tensor.dtype}")
+        if tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}, expected {device}, the device of {names[0]}")
+
+
+def check_device(name: str, tensor: Tensor | None, device: torch.device) -> None:
+    """Raises ValueError unless `tensor` (if any) lives on `device`."""
+    if tensor is not None and tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, expected {device}")
 
 
 def check_shape(name: str, tensor: Tensor | None, expected: tuple[int, ...]) -> None:

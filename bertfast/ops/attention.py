@@ -15,7 +15,7 @@ from bertfast import reference
 from bertfast.backends import Capability, choose, describe, needs_grad, register
 from bertfast.dropout import check_probability, dropout_mask
 from bertfast.ops._autocast import to_autocast
-from bertfast.ops._checks import check_devices, check_floating, check_rank
+from bertfast.ops._checks import check_device, check_rank, check_tensors
 
 
 def mask_kind(attn_mask: Tensor | None) -> str:
@@ -37,9 +37,9 @@ def causal_mask(s_q: int, s_k: int, device: torch.device, bottom_right: bool = F
 def _bias_like(attn_mask: Tensor, query: Tensor) -> Tensor:
     """A float mask in the query's dtype; finite values stay finite, so that they remain arithmetic (fp32's lowest
     number would become -inf in half precision and mask what it should only weigh)."""
-    if attn_mask.dtype == query.dtype:
-        return attn_mask
     limits = torch.finfo(query.dtype)
+    if torch.finfo(attn_mask.dtype).max <= limits.max:
+        return attn_mask.to(query.dtype)
     finite = attn_mask.clamp(limits.min, limits.max)
     return torch.where(attn_mask.isinf(), attn_mask, finite).to(query.dtype)
 
@@ -122,8 +122,8 @@ def attention(
         BackendError: `backend` cannot serve these inputs.
     """
     check_probability(dropout_p)
-    check_floating(query=query, key=key, value=value)
-    check_devices(query=query, key=key, value=value, attn_mask=attn_mask)
+    check_tensors(("query", "key", "value"), query, key, value)
+    check_device("attn_mask", attn_mask, query.device)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have shape (B, H, S, D), got {tuple(tensor.shape)}")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bertfast.backends import FLOAT, Capability, choose, describe, needs_grad, register
 from bertfast.dropout import apply_dropout, check_probability
-from bertfast.ops._checks import check_devices, check_floating, check_range, check_shape
+from bertfast.ops._checks import check_device, check_range, check_shape, check_tensors
 from bertfast.ops._library import extension_unavailable
 from bertfast.ops.layer_norm import add_layer_norm
 
@@ -95,19 +95,13 @@ def embed_layer_norm(
     check_probability(dropout_p)
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("exactly one of input_ids and inputs_embeds must be given")
-    tables = {"word": word, "position": position, "token_type": token_type}
-    check_floating(**tables, weight=weight, bias=bias, inputs_embeds=inputs_embeds)
-    check_devices(
-        **tables,
-        weight=weight,
-        bias=bias,
-        input_ids=input_ids,
-        token_type_ids=token_type_ids,
-        position_ids=position_ids,
-        inputs_embeds=inputs_embeds,
-    )
+    floats = (word, position, token_type, weight, bias, inputs_embeds)
+    check_tensors(("word", "position", "token_type", "weight", "bias", "inputs_embeds"), *floats)
+    ids = (("input_ids", input_ids), ("token_type_ids", token_type_ids), ("position_ids", position_ids))
+    for name, tensor in ids:
+        check_device(name, tensor, word.device)
     width = word.shape[-1]
-    for name, table in tables.items():
+    for name, table in (("word", word), ("position", position), ("token_type", token_type)):
         if table is not None and (table.dim() != 2 or table.shape[1] != width):
             raise ValueError(f"{name} must have shape (rows, {width}), got {tuple(table.shape)}")
     check_shape("weight", weight, (width,))
@@ -128,10 +122,7 @@ def embed_layer_norm(
         _check_broadcast("token_type_ids", token_type_ids, shape)
         check_range("token_type_ids", token_type_ids, token_type.shape[0], "token_type")
     check_range("input_ids", input_ids, word.shape[0], "word")
-    floats = (word, position, token_type, weight, bias, inputs_embeds)
-    call = describe(
-        "embed_layer_norm", floats, grad=needs_grad(*floats), dropout_p=dropout_p, width=width
-    )
+    call = describe("embed_layer_norm", floats, grad=needs_grad(*floats), dropout_p=dropout_p, width=width)
     return choose(call, backend).implementation(
         input_ids,
         token_type_ids,

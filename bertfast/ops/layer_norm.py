@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from bertfast.backends import FLOAT, Capability, choose, describe, needs_grad, register
 from bertfast.dropout import apply_dropout, check_probability, new_seed
 from bertfast.ops._autocast import normalises_in_float32
-from bertfast.ops._checks import check_devices, check_floating, check_rank, check_shape
+from bertfast.ops._checks import check_rank, check_shape, check_tensors
 from bertfast.ops._library import define, extension_unavailable
 
 _BACKENDS = ("cpu",)
@@ -155,8 +155,7 @@ def add_layer_norm(
         BackendError: `backend` cannot serve these inputs.
     """
     check_probability(dropout_p)
-    check_floating(x=x, residual=residual, weight=weight, bias=bias, x_bias=x_bias)
-    check_devices(x=x, residual=residual, weight=weight, bias=bias, x_bias=x_bias)
+    check_tensors(("x", "residual", "weight", "bias", "x_bias"), x, residual, weight, bias, x_bias)
     check_rank("x", x, 1)
     width = x.shape[-1]
     check_shape("residual", residual, tuple(x.shape))

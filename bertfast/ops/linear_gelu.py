@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bertfast.backends import FLOAT, Capability, choose, describe, needs_grad, register
 from bertfast.ops._autocast import to_autocast
-from bertfast.ops._checks import check_devices, check_floating, check_rank, check_shape
+from bertfast.ops._checks import check_rank, check_shape, check_tensors
 from bertfast.ops._library import LIBRARY, define, extension_unavailable
 
 LIBRARY.define("bias_gelu_cpu(Tensor(a!) out, Tensor? bias, bool tanh) -> ()")
@@ -79,22 +79,19 @@ def linear_gelu(
     """
     if approximate not in ("none", "tanh"):
         raise ValueError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
-    check_linear(x, weight, bias, "x", "weight", "bias")
+    check_linear(x, weight, bias, ("x", "weight", "bias"))
     x, weight, bias = to_autocast(x, weight, bias)
     call = describe("linear_gelu", (x, weight, bias), grad=needs_grad(x, weight, bias))
     return choose(call, backend).implementation(x, weight, bias, approximate)
 
 
-def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *names: str) -> None:
+def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, names: tuple[str, str, str]) -> None:
     """Raises ValueError or TypeError unless `weight` and `bias` make a linear layer on `x`."""
-    x_name, weight_name, bias_name = names
-    tensors = {x_name: x, weight_name: weight, bias_name: bias}
-    check_floating(**tensors)
-    check_devices(**tensors)
-    check_rank(x_name, x, 1)
+    check_tensors(names, x, weight, bias)
+    check_rank(names[0], x, 1)
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
-        raise ValueError(f"{weight_name} must have shape (N, {x.shape[-1]}), got {tuple(weight.shape)}")
-    check_shape(bias_name, bias, (weight.shape[0],))
+        raise ValueError(f"{names[1]} must have shape (N, {x.shape[-1]}), got {tuple(weight.shape)}")
+    check_shape(names[2], bias, (weight.shape[0],))
 
 
 register(Capability("linear_gelu", "torch", _torch))
