@@ -7,6 +7,7 @@ position and token type rows stay in cache.
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +15,19 @@ from torch import Tensor
 
 from bertfast.backends import FLOAT, Capability, choose, describe, needs_grad, register
 from bertfast.dropout import apply_dropout, check_probability
-from bertfast.ops._checks import check_device, check_range, check_shape, check_tensors
+from bertfast.ops._checks import check_device, check_range, check_shape, check_tensors, values_are_checked
 from bertfast.ops._library import extension_unavailable
 from bertfast.ops.layer_norm import add_layer_norm
+
+
+def _gather(ids, table, padding_idx=None):
+    """Rows of a table. Where ids are not looked at beforehand, an id outside the table reads row 0 and gives NaN: torch
+    would stop the whole device on it."""
+    if values_are_checked(ids):
+        return F.embedding(ids, table, padding_idx)
+    inside = (ids >= 0) & (ids < table.shape[0])
+    rows = F.embedding(torch.where(inside, ids, 0), table, padding_idx)
+    return rows.masked_fill(~inside.unsqueeze(-1), math.nan)
 
 
 def _composed(
@@ -36,10 +47,10 @@ def _composed(
     inputs_embeds,
     seed,
 ):
-    total = F.embedding(input_ids, word, padding_idx) if inputs_embeds is None else inputs_embeds
+    total = _gather(input_ids, word, padding_idx) if inputs_embeds is None else inputs_embeds
     if token_type is not None:
-        total = total + (token_type[0] if token_type_ids is None else F.embedding(token_type_ids, token_type))
-    places = F.embedding(position_ids, position, position_padding_idx).expand_as(total)
+        total = total + (token_type[0] if token_type_ids is None else _gather(token_type_ids, token_type))
+    places = _gather(position_ids, position, position_padding_idx).expand_as(total)
     normalised = add_layer_norm(total, places, weight, bias, eps, backend=backend)
     return apply_dropout(normalised, dropout_p, "embed_layer_norm", seed)
 
@@ -89,7 +100,8 @@ def embed_layer_norm(
 
     Raises:
         ValueError: shapes or devices that do not fit, both or neither of `input_ids` and `inputs_embeds`.
-        IndexError: an id outside its table (on a GPU the values are looked at when `BERTFAST_VALIDATE=1`).
+        IndexError: an id outside its table. On a GPU and in a trace values are not looked at, and such an id makes its
+            row NaN; `BERTFAST_VALIDATE=1` has them looked at on a GPU.
         BackendError: `backend` cannot serve these inputs.
     """
     check_probability(dropout_p)

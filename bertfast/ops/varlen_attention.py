@@ -75,8 +75,11 @@ def _torch(query, key, value, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, sc
     if _stock_varlen_serves(query, dropout_p):
         from torch.nn.attention.varlen import varlen_attn
 
-        window = {"window_size": (-1, 0)} if is_causal else {}
-        return varlen_attn(query, key, value, cu_q.int(), cu_k.int(), max_q, max_k, scale=scale, **window)
+        # Keywords that torch gained over time are passed only where they are needed.
+        options = {} if scale is None else {"scale": scale}
+        if is_causal:
+            options["window_size"] = (-1, 0)
+        return varlen_attn(query, key, value, cu_q.int(), cu_k.int(), max_q, max_k, **options)
     return _padded(query, key, value, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, scale, seed)
 
 
