@@ -3,9 +3,9 @@
 A case is one call. `helpers.tolerance.assert_parity(case, backend)` holds a backend to it, forward and backward; a new
 backend needs no new case. Names of results are those of the arguments: `dquery` is the gradient of `query`.
 
-In the noise formulas `eps` is that of the dtype under test, which values are rounded to when they are stored, and `acc`
-that of fp32 (fp64 for fp64), which sums, statistics and activations are computed in. `err_x` is the rounding that x may
-carry; through a sum of products it goes as the root of the sum of squares (`_through`).
+In the noise formulas `u` is the unit roundoff of the dtype under test, which values are rounded to when they are
+stored, and `acc` that of fp32 (fp64 for fp64), which sums, statistics and activations are computed in. `err_x` is the
+rounding that x may carry; sums of many terms carry it as `_sum_of` says.
 """
 
 from __future__ import annotations
@@ -22,23 +22,20 @@ from torch import Tensor
 from bertfast import backends, ops, reference
 from bertfast.activations import get_activation
 from bertfast.dropout import keep_scale
-from helpers.tolerance import ORDERS, Inputs, Order, Results, accumulation_eps, eps_of
+from helpers.tolerance import ORDERS, Inputs, Order, Results, accumulation_roundoff, unit_roundoff
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALL_DTYPES = (*DTYPES, torch.float64)
 
 
-def backends_for(op: str, dtypes: Iterable[torch.dtype] = DTYPES, **facts: Any) -> list[tuple[str, torch.dtype]]:
-    """(backend, dtype) of every registered backend that serves a CPU call of `op` with these facts here."""
-    found = []
-    for capability in backends.candidates():
-        if capability.op != op:
-            continue
-        for dtype in dtypes:
-            call = backends.Call(op, "cpu", None, (dtype,), **facts)
-            if not capability.not_supported_reasons(call):
-                found.append((capability.backend, dtype))
-    return found
+def backends_for(op: str, dtypes: Iterable[torch.dtype] = DTYPES) -> list[tuple[str, torch.dtype]]:
+    """(backend, dtype) of every registered backend that serves `op` on the CPU here, at least forward."""
+    return [
+        (capability.backend, dtype)
+        for capability in backends.candidates()
+        for dtype in dtypes
+        if capability.op == op and not capability.not_supported_reasons(backends.Call(op, "cpu", None, (dtype,)))
+    ]
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int, grad: bool = True, scale: float = 1.0, shift: float = 0.0):
@@ -52,14 +49,24 @@ def seed_tensor(value: int = 0x5EED_1234_5678) -> Tensor:
     return torch.tensor([value], dtype=torch.int64)
 
 
+def _dims(x: Tensor) -> tuple[int, ...]:
+    """Rows and columns, the dimensions that linear layers and LayerNorm sum over, forward or backward."""
+    return (-1,) if x.dim() == 1 else (0, -1)
+
+
+def _sum_of(err: Tensor, dims: int | tuple[int, ...]) -> Tensor:
+    """The rounding of a sum whose terms carry `err`: twice the root of the sum of squares, 3.5 standard deviations."""
+    return 2 * err.square().sum(dims, keepdim=isinstance(dims, int)).sqrt()
+
+
 def _through(err: Tensor, factor: Tensor) -> Tensor:
-    """The rounding of `x @ factor` when x carries `err`."""
-    return (err.square() @ factor.square()).sqrt()
+    """The same for the sums of `x @ factor` when x carries `err`."""
+    return 2 * (err.square() @ factor.square()).sqrt()
 
 
 @dataclass(frozen=True)
 class OpCase:
-    """`inputs` by argument name; those that require gradients are differentiated. `settings` are the other arguments."""
+    """`inputs` by argument name, differentiated where they require gradients; `settings` are the other arguments."""
 
     inputs: Inputs
     settings: dict[str, Any] = field(default_factory=dict)
@@ -76,6 +83,24 @@ class OpCase:
     @property
     def dropout_p(self) -> float:
         return self.settings.get("dropout_p", 0.0)
+
+    def facts(self) -> dict[str, Any]:
+        """What the choice of a backend depends on, apart from device, dtypes, dropout and gradients."""
+        return {}
+
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        return tuple({t.dtype for t in self.inputs.values() if t is not None and t.dtype.is_floating_point})
+
+    def served(self, backend: str, grad: bool) -> bool:
+        """Whether `backend` declares that it serves this case."""
+        found = [c for c in backends.candidates() if (c.op, c.backend) == (self.op, backend)]
+        device = next(t.device for t in self.inputs.values() if t is not None)
+        compute = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        call = backends.Call(self.op, device.type, compute, self.dtypes(), grad, self.dropout_p > 0.0, **self.facts())
+        return bool(found) and not found[0].not_supported_reasons(call)
+
+    def wants_grad(self) -> bool:
+        return any(t is not None and t.requires_grad for t in self.inputs.values())
 
     def keep(self, shape: Iterable[int], stream: str | None = None) -> Tensor | None:
         if self.dropout_p == 0.0:
@@ -100,14 +125,15 @@ def _drop(x: Tensor, keep: Tensor | None, dropout_p: float) -> Tensor:
 # ---- attention
 
 
-def _explicit_mask(mask: Tensor | None, is_causal: bool, s_q: int, s_k: int, bottom_right: bool, dtype: torch.dtype):
+def _explicit_mask(mask: Tensor | None, is_causal: bool, query: Tensor, s_k: int, bottom_right: bool):
     """Mask and causality as one mask that stock takes: bool, or of the query's dtype with finite values kept finite."""
     if mask is not None and mask.dtype != torch.bool:
-        limits = torch.finfo(dtype)
-        mask = torch.where(mask.isinf(), mask, mask.clamp(limits.min, limits.max)).to(dtype)
+        limits = torch.finfo(query.dtype)
+        mask = torch.where(mask.isinf(), mask, mask.clamp(limits.min, limits.max)).to(query.dtype)
     if not is_causal:
         return mask
-    visible = torch.ones(s_q, s_k, dtype=torch.bool).tril(s_k - s_q if bottom_right else 0)
+    s_q = query.shape[-2]
+    visible = torch.ones(s_q, s_k, dtype=torch.bool, device=query.device).tril(s_k - s_q if bottom_right else 0)
     if mask is None:
         return visible
     return mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, -math.inf)
@@ -144,22 +170,22 @@ class _AttentionNoise:
     dscores: Tensor
 
 
-def _attention_noise(q, k, v, mask, keep, dropout_p, scale, dout, eps, acc) -> _AttentionNoise:
-    """P is rounded where it meets V, and carries the rounding of its scores; dS is P (dP - delta), a difference."""
+def _attention_noise(q, k, v, mask, keep, dropout_p, scale, dout, u, acc) -> _AttentionNoise:
+    """P and dS = P (dP - delta) are rounded where they meet V and K, and O where it makes delta."""
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     probabilities = reference.softmax(reference.attention_scores(q, k, mask, False, scale))
     err_scores = acc * abs(scale) * _through(q, k.mT)
     dropped = _drop(probabilities, keep, dropout_p)
-    err = dropped * (eps + err_scores)
+    err = dropped * (u + err_scores)
     out = dropped @ v
-    rows = dout.square() * out.square()
-    err_delta = eps * rows.sum(-1, keepdim=True).sqrt()
     delta = (dout * out).sum(-1, keepdim=True)
+    err_delta = u * _sum_of(dout * out, -1)
     dp = _drop(dout @ v.mT, keep, dropout_p)
-    err_dp = eps * _drop(_through(dout, v.mT), keep, dropout_p)
-    err_dscores = probabilities * ((eps + err_scores) * (dp.abs() + delta.abs()) + err_dp + err_delta)
+    err_dp = acc * _drop(_through(dout, v.mT), keep, dropout_p)
+    difference = (dp - delta).abs()
+    err_dscores = probabilities * (err_dp + err_delta + (u + err_scores) * difference)
     return _AttentionNoise(
-        _through(err, v) + eps * out.abs(),
+        _through(err, v) + u * out.abs(),
         abs(scale) * _through(err_dscores, k),
         abs(scale) * _through(err_dscores.mT, q),
         _through(err.mT, dout),
@@ -169,16 +195,24 @@ def _attention_noise(q, k, v, mask, keep, dropout_p, scale, dout, eps, acc) -> _
 
 def _reduced(err: Tensor, shape: torch.Size) -> Tensor:
     """The rounding of a gradient that is summed over broadcast dimensions."""
-    return err.square().sum_to_size(shape).sqrt() if err.shape != shape else err
+    return 2 * err.square().sum_to_size(shape).sqrt() if err.shape != shape else err
 
 
 def _plus_rounding(noise: dict[str, Tensor], exact: Results, results: Results) -> dict[str, Tensor]:
     """Every result is rounded to its own dtype at the end."""
-    return {name: noise[name] + eps_of(results[name].dtype) * value.abs() for name, value in exact.items()}
+    return {name: noise[name] + unit_roundoff(results[name].dtype) * value.abs() for name, value in exact.items()}
 
 
 class Attention(OpCase):
     op = "attention"
+
+    def facts(self) -> dict[str, Any]:
+        mask = self.inputs["attn_mask"]
+        kind = "none" if mask is None else "bool" if mask.dtype == torch.bool else "float"
+        return {"head_dim": self.inputs["query"].shape[-1], "mask": kind}
+
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        return (self.inputs["query"].dtype,)
 
     def ours(self, inputs: Inputs, backend: str | None) -> Results:
         return {"out": ops.attention(**inputs, **self.public_settings(), backend=backend)}
@@ -201,8 +235,8 @@ class Attention(OpCase):
 
     def _arguments(self, inputs: Inputs):
         q, k, v = (inputs[name] for name in ("query", "key", "value"))
-        s_q, s_k = q.shape[-2], k.shape[-2]
-        mask = _explicit_mask(inputs["attn_mask"], self.settings.get("is_causal", False), s_q, s_k, False, q.dtype)
+        s_k = k.shape[-2]
+        mask = _explicit_mask(inputs["attn_mask"], self.settings.get("is_causal", False), q, s_k, False)
         return q, k, v, mask, self.keep((*q.shape[:3], s_k)), self.dropout_p, self.settings.get("scale")
 
     def _stock(self, way, order: Order, inputs: Inputs) -> Tensor:
@@ -217,7 +251,7 @@ class Attention(OpCase):
         dtype = results["out"].dtype
         arguments = self._arguments({name: None if t is None else t.detach() for name, t in inputs.items()})
         dout = cotangents.get("out", torch.zeros_like(exact["out"])).detach()
-        found = _attention_noise(*arguments, dout, eps_of(dtype), accumulation_eps(dtype))
+        found = _attention_noise(*arguments, dout, unit_roundoff(dtype), accumulation_roundoff(dtype))
         noise = {"out": found.out, "dquery": found.dquery, "dkey": found.dkey, "dvalue": found.dvalue}
         if "dattn_mask" in exact:
             noise["dattn_mask"] = _reduced(found.dscores, exact["dattn_mask"].shape)
@@ -226,6 +260,9 @@ class Attention(OpCase):
 
 class VarlenAttention(OpCase):
     op = "varlen_attention"
+
+    def facts(self) -> dict[str, Any]:
+        return {"head_dim": self.inputs["query"].shape[-1]}
 
     def ours(self, inputs: Inputs, backend: str | None) -> Results:
         longest = {name: int(inputs[f"cu_seqlens_{name}"].diff().max()) if self._count(inputs) else 0 for name in "qk"}
@@ -252,7 +289,7 @@ class VarlenAttention(OpCase):
             q, *others = (t[rows_q].transpose(0, 1) for t in (inputs["query"], *like_query))
             k, v = (inputs[name][rows_k].transpose(0, 1) for name in ("key", "value"))
             s_q, s_k = q.shape[1], k.shape[1]
-            mask = _explicit_mask(None, self.settings.get("is_causal", False), s_q, s_k, True, q.dtype)
+            mask = _explicit_mask(None, self.settings.get("is_causal", False), q, s_k, True)
             kept = None if keep is None else keep[i, :, :s_q, :s_k]
             yield (q, k, v, mask, kept, self.dropout_p, self.settings.get("scale")), others
 
@@ -265,9 +302,7 @@ class VarlenAttention(OpCase):
         ]
 
     def _stock(self, way, order: Order, inputs: Inputs) -> Tensor:
-        outs = [
-            _stock_attention(way, order, *arguments).transpose(0, 1) for arguments, _ in self._sequences(inputs)
-        ]
+        outs = [_stock_attention(way, order, *arguments).transpose(0, 1) for arguments, _ in self._sequences(inputs)]
         return torch.cat(outs) if outs else torch.zeros_like(inputs["query"])
 
     def exact(self, inputs: Inputs) -> Results:
@@ -283,7 +318,7 @@ class VarlenAttention(OpCase):
         dout = cotangents.get("out", torch.zeros_like(exact["out"])).detach()
         noise = {name: [] for name in ("out", "dquery", "dkey", "dvalue")}
         for arguments, (rows,) in self._sequences(plain, dout):
-            found = _attention_noise(*arguments, rows, eps_of(dtype), accumulation_eps(dtype))
+            found = _attention_noise(*arguments, rows, unit_roundoff(dtype), accumulation_roundoff(dtype))
             for name, parts in noise.items():
                 parts.append(getattr(found, name).transpose(0, 1))
         joined = {
@@ -311,29 +346,38 @@ class _LayerNormNoise:
     dbias: Tensor
 
 
-def _layer_norm_noise(z, err_z, weight, bias, eps_value, dout, eps, acc) -> _LayerNormNoise:
+def _layer_norm_noise(z, err_z, weight, bias, eps_value, dout, u, acc) -> _LayerNormNoise:
     """LayerNorm of z that carries the rounding err_z of its sum; internals in fp32, `dout` already through dropout."""
-    rows = tuple(range(z.dim() - 1))
+    rows, width = tuple(range(z.dim() - 1)), max(z.shape[-1], 1)
     mean = z.mean(-1, keepdim=True)
     rstd = torch.rsqrt((z - mean).square().mean(-1, keepdim=True) + eps_value)
     xhat = (z - mean) * rstd
-    err_centred = err_z + acc * (z.abs() + mean.abs())
-    relative = acc + rstd * err_centred.square().mean(-1, keepdim=True).sqrt()
+    err_centred = err_z + acc * (mean.abs() + (z - mean).abs())
+    relative = acc + rstd * _sum_of(xhat * err_centred, -1) / width
     err_xhat = rstd * err_centred + xhat.abs() * relative
     g = dout * weight
-    mean_g, mean_gx = g.abs().mean(-1, keepdim=True), (g * xhat).abs().mean(-1, keepdim=True)
-    size = g.abs() + mean_g + xhat.abs() * mean_gx
-    err_dx = rstd * ((acc + relative) * size + err_xhat * mean_gx + xhat.abs() * (g * err_xhat).abs().mean(-1, True))
+
+    def err_mean(x: Tensor, err: Tensor | float) -> Tensor:
+        return acc * x.mean(-1, keepdim=True).abs() + _sum_of(acc * x.abs() + err, -1) / width
+
+    mean_gx = (g * xhat).mean(-1, keepdim=True).abs()
+    dx = rstd * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))
+    err_dx = dx.abs() * relative + rstd * (
+        acc * g.abs() + err_mean(g, 0.0) + err_xhat * mean_gx + xhat.abs() * err_mean(g * xhat, g.abs() * err_xhat)
+    )
     return _LayerNormNoise(
         err_xhat * weight.abs() + acc * (xhat * weight).abs() + acc * bias.abs(),
         err_dx,
-        (dout * (err_xhat + acc * xhat.abs())).square().sum(rows).sqrt(),
-        acc * dout.square().sum(rows).sqrt(),
+        _sum_of(dout * (err_xhat + acc * xhat.abs()), rows),
+        acc * _sum_of(dout, rows),
     )
 
 
 class AddLayerNorm(OpCase):
     op = "add_layer_norm"
+
+    def facts(self) -> dict[str, Any]:
+        return {"width": self.inputs["weight"].shape[0]}
 
     def ours(self, inputs: Inputs, backend: str | None) -> Results:
         out = ops.add_layer_norm(**inputs, **self.public_settings(), backend=backend)
@@ -348,7 +392,7 @@ class AddLayerNorm(OpCase):
 
     def stock(self, inputs: Inputs, order: Order) -> Results:
         x, residual, x_bias = (inputs[name] for name in ("x", "residual", "x_bias"))
-        dims = (-1,) if x.dim() == 1 else (0, -1)
+        dims = _dims(x)
         dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
         keep = self.keep(x.shape)
         total = order(x, *dims)
@@ -372,16 +416,16 @@ class AddLayerNorm(OpCase):
             None if inputs[name] is None else inputs[name].detach()
             for name in ("x", "residual", "weight", "bias", "x_bias")
         )
-        eps, acc = eps_of(results["out"].dtype), accumulation_eps(results["out"].dtype)
+        u, acc = unit_roundoff(results["out"].dtype), accumulation_roundoff(results["out"].dtype)
         keep = self.keep(x.shape)
         terms = [_drop(t.expand_as(x), keep, self.dropout_p) for t in (x, x_bias) if t is not None]
         terms += [] if residual is None else [residual]
         z = sum(terms)
-        err_z = torch.zeros_like(z) if len(terms) == 1 else eps * sum(t.square() for t in terms).sqrt()
+        err_z = u * (len(terms) - 1) * sum(t.abs() for t in terms)
         dout, dsum = (cotangents.get(name, torch.zeros_like(z)) for name in ("out", "sum"))
-        found = _layer_norm_noise(z, err_z, weight, bias, self.eps, dout, eps, acc)
+        found = _layer_norm_noise(z, err_z, weight, bias, self.eps, dout, u, acc)
         err_dz = found.dx + acc * dsum.abs()
-        err_dx = _drop(err_dz + eps * torch.zeros_like(z), keep, self.dropout_p)
+        err_dx = _drop(err_dz, keep, self.dropout_p)
         noise = {
             "out": found.out,
             "sum": err_z,
@@ -392,14 +436,15 @@ class AddLayerNorm(OpCase):
         }
         if "dx_bias" in exact:
             # dx is stored before stock sums it over the rows.
-            size = exact["dx"].abs() if "dx" in exact else torch.zeros_like(z)
-            noise["dx_bias"] = _reduced(err_dx + eps * size, x_bias.shape)
+            noise["dx_bias"] = _reduced(err_dx + u * exact["dx"].abs(), x_bias.shape)
         return _plus_rounding(noise, exact, results)
 
 
 class EmbedLayerNorm(OpCase):
     op = "embed_layer_norm"
-    TABLES: ClassVar = {"word": "input_ids", "position": "position_ids", "token_type": "token_type_ids"}
+
+    def facts(self) -> dict[str, Any]:
+        return {"width": self.inputs["weight"].shape[0]}
 
     def ours(self, inputs: Inputs, backend: str | None) -> Results:
         return {"out": ops.embed_layer_norm(**inputs, **self.public_settings(), backend=backend)}
@@ -410,13 +455,16 @@ class EmbedLayerNorm(OpCase):
 
     def _ids(self, inputs: Inputs) -> dict[str, Tensor]:
         shape = (inputs["input_ids"] if inputs["inputs_embeds"] is None else inputs["inputs_embeds"][..., 0]).shape
-        positions = torch.arange(shape[-1]) if inputs["position_ids"] is None else inputs["position_ids"]
+        positions, device = inputs["position_ids"], inputs["weight"].device
+        if positions is None:
+            positions = torch.arange(shape[-1], device=device)
         ids = {"position": positions.long().expand(shape)}
         if inputs["inputs_embeds"] is None:
             ids["word"] = inputs["input_ids"].long()
         if inputs["token_type"] is not None:
             types = inputs["token_type_ids"]
-            ids["token_type"] = (torch.zeros((), dtype=torch.long) if types is None else types.long()).expand(shape)
+            types = torch.zeros((), dtype=torch.long, device=device) if types is None else types.long()
+            ids["token_type"] = types.expand(shape)
         return ids
 
     def _without_padding(self, name: str, table: Tensor) -> Tensor:
@@ -424,7 +472,7 @@ class EmbedLayerNorm(OpCase):
         row = self.settings.get({"word": "padding_idx", "position": "position_padding_idx"}.get(name, ""))
         if row is None:
             return table
-        is_padding = (torch.arange(table.shape[0]) == row).unsqueeze(1)
+        is_padding = (torch.arange(table.shape[0], device=table.device) == row).unsqueeze(1)
         return torch.where(is_padding, table.detach(), table)
 
     def _terms(self, inputs: Inputs) -> list[Tensor]:
@@ -456,25 +504,26 @@ class EmbedLayerNorm(OpCase):
 
     def noise(self, inputs: Inputs, cotangents: Results, exact: Results, results: Results) -> dict[str, Tensor]:
         plain = {name: None if t is None else t.detach() for name, t in inputs.items()}
-        eps, acc = eps_of(results["out"].dtype), accumulation_eps(results["out"].dtype)
+        u, acc = unit_roundoff(results["out"].dtype), accumulation_roundoff(results["out"].dtype)
         terms = self._terms(plain)
         z = sum(terms)
-        err_z = eps * sum(t.square() for t in terms).sqrt()
+        err_z = u * (len(terms) - 1) * sum(t.abs() for t in terms)
         keep = self.keep(z.shape)
         # The output is stored before it is dropped, and its gradient after.
         dout = _drop(cotangents.get("out", torch.zeros_like(z)), keep, self.dropout_p)
-        found = _layer_norm_noise(z, err_z, plain["weight"], plain["bias"], self.eps, dout, eps, acc)
+        rows = tuple(range(z.dim() - 1))
+        found = _layer_norm_noise(z, err_z, plain["weight"], plain["bias"], self.eps, dout, u, acc)
         noise = {
             "out": _drop(found.out, keep, self.dropout_p),
             "dinputs_embeds": found.dx,
-            "dweight": found.dweight + eps * dout.square().sum(tuple(range(z.dim() - 1))).sqrt(),
-            "dbias": found.dbias + eps * dout.square().sum(tuple(range(z.dim() - 1))).sqrt(),
+            "dweight": found.dweight + u * _sum_of(dout, rows),
+            "dbias": found.dbias + u * _sum_of(dout, rows),
         }
         # dz is stored, and a table's gradient is summed in the dtype of the table.
-        err_row = found.dx + eps * self._dz(z, plain["weight"], dout).abs()
+        err_row = found.dx + u * self._dz(z, plain["weight"], dout).abs()
         for name, ids in self._ids(plain).items():
             squares = torch.zeros_like(plain[name]).index_add(0, ids.flatten(), err_row.square().flatten(0, -2))
-            noise[f"d{name}"] = squares.sqrt()
+            noise[f"d{name}"] = 2 * squares.sqrt()
         return _plus_rounding({name: noise.get(name, torch.zeros_like(exact[name])) for name in exact}, exact, results)
 
     def _dz(self, z: Tensor, weight: Tensor, dout: Tensor) -> Tensor:
@@ -494,20 +543,20 @@ def _derivatives(function: Callable[[Tensor], Tensor], h: Tensor) -> tuple[Tenso
     return first.detach(), torch.zeros_like(first) if second is None else second
 
 
-def _linear_error(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, acc: float) -> tuple[Tensor, Tensor]:
+def _linear_error(x: Tensor, weight: Tensor, bias: Tensor | None, u: float, acc: float) -> tuple[Tensor, Tensor]:
     """x weight^T + bias and its rounding: summed in fp32, then stored."""
     h = F.linear(x, weight, bias)
     squares = F.linear(x.square(), weight.square(), None if bias is None else bias.square())
-    return h, acc * squares.sqrt() + eps * h.abs()
+    return h, 2 * acc * squares.sqrt() + u * h.abs()
 
 
 def _linear_gradients(x, weight, dh, err_dh, acc):
     """The roundings of dx, dweight and dbias of a linear layer whose output gradient dh carries err_dh."""
-    err = (err_dh + acc * dh.abs()).flatten(0, -2)
+    err = (err_dh + acc * dh.abs()).view(-1, dh.shape[-1])
     return (
         _through(err, weight).view(x.shape),
-        _through(err.mT, x.flatten(0, -2)),
-        err.square().sum(0).sqrt(),
+        _through(err.mT, x.view(-1, x.shape[-1])),
+        _sum_of(err, (0,)),
     )
 
 
@@ -522,19 +571,19 @@ class LinearGelu(OpCase):
 
     def stock(self, inputs: Inputs, order: Order) -> Results:
         x, weight, bias = (inputs[name] for name in ("x", "weight", "bias"))
-        h = F.linear(order(x, 0, -1), order(weight, 0, 1), None if bias is None else order(bias, 0))
-        return {"out": order.undo(self._gelu(h), 0, -1)}
+        h = F.linear(order(x, *_dims(x)), order(weight, 0, 1), None if bias is None else order(bias, 0))
+        return {"out": order.undo(self._gelu(h), *_dims(x))}
 
     def exact(self, inputs: Inputs) -> Results:
         return {"out": reference.linear_gelu(**inputs, **self.settings)}
 
     def noise(self, inputs: Inputs, cotangents: Results, exact: Results, results: Results) -> dict[str, Tensor]:
         x, weight, bias = (None if inputs[n] is None else inputs[n].detach() for n in ("x", "weight", "bias"))
-        eps, acc = eps_of(results["out"].dtype), accumulation_eps(results["out"].dtype)
-        h, err_h = _linear_error(x, weight, bias, eps, acc)
+        u, acc = unit_roundoff(results["out"].dtype), accumulation_roundoff(results["out"].dtype)
+        h, err_h = _linear_error(x, weight, bias, u, acc)
         slope, curvature = _derivatives(self._gelu, h)
         dout = cotangents.get("out", torch.zeros_like(h))
-        err_dh = dout.abs() * (curvature.abs() * err_h + acc) + eps * (dout * slope).abs()
+        err_dh = dout.abs() * (curvature.abs() * err_h + acc) + u * (dout * slope).abs()
         dx, dweight, dbias = _linear_gradients(x, weight, dout * slope, err_dh, acc)
         noise = {"out": slope.abs() * err_h + acc * h.abs(), "dx": dx, "dweight": dweight, "dbias": dbias}
         return _plus_rounding(noise, exact, results)
@@ -542,6 +591,9 @@ class LinearGelu(OpCase):
 
 class FeedForward(OpCase):
     op = "feed_forward"
+
+    def facts(self) -> dict[str, Any]:
+        return {"features": (self.activation if isinstance(self.activation, str) else "callable activation",)}
 
     def ours(self, inputs: Inputs, backend: str | None) -> Results:
         return {"out": ops.feed_forward(**inputs, **self.public_settings(), backend=backend)}
@@ -552,12 +604,13 @@ class FeedForward(OpCase):
 
     def stock(self, inputs: Inputs, order: Order) -> Results:
         x, w_in, b_in, w_out, b_out = (inputs[name] for name in ("x", "w_in", "b_in", "w_out", "b_out"))
-        h = F.linear(order(x, 0, -1), order(w_in, 0, 1), None if b_in is None else order(b_in, 0))
+        dims = _dims(x)
+        h = F.linear(order(x, *dims), order(w_in, 0, 1), None if b_in is None else order(b_in, 0))
         keep = self.keep((*x.shape[:-1], w_in.shape[0]))
         hidden = get_activation(self.activation)(h)
-        hidden = _drop(hidden, None if keep is None else order(keep, 0, -1), self.dropout_p)
+        hidden = _drop(hidden, None if keep is None else order(keep, *dims), self.dropout_p)
         out = F.linear(hidden, order(w_out, 0, 1), None if b_out is None else order(b_out, 0))
-        return {"out": order.undo(out, 0, -1)}
+        return {"out": order.undo(out, *dims)}
 
     def exact(self, inputs: Inputs) -> Results:
         keep = self.keep((*inputs["x"].shape[:-1], inputs["w_in"].shape[0]))
@@ -568,28 +621,29 @@ class FeedForward(OpCase):
         x, w_in, b_in, w_out, b_out = (
             None if inputs[name] is None else inputs[name].detach() for name in ("x", "w_in", "b_in", "w_out", "b_out")
         )
-        eps, acc = eps_of(results["out"].dtype), accumulation_eps(results["out"].dtype)
+        u, acc = unit_roundoff(results["out"].dtype), accumulation_roundoff(results["out"].dtype)
         activate = get_activation(self.activation)
-        h, err_h = _linear_error(x, w_in, b_in, eps, acc)
+        h, err_h = _linear_error(x, w_in, b_in, u, acc)
         slope, curvature = _derivatives(activate, h)
         keep = self.keep(h.shape)
         hidden = _drop(activate(h), keep, self.dropout_p)
-        err_hidden = _drop(slope.abs() * err_h + acc * h.abs(), keep, self.dropout_p) + eps * hidden.abs()
-        out, err_sum = _linear_error(hidden, w_out, b_out, eps, acc)
+        err_hidden = _drop(slope.abs() * err_h + acc * h.abs(), keep, self.dropout_p) + u * hidden.abs()
+        out, err_sum = _linear_error(hidden, w_out, b_out, u, acc)
         dout = cotangents.get("out", torch.zeros_like(out))
         dhidden = dout @ w_out
-        err_dhidden = acc * _through(dout, w_out) + eps * dhidden.abs()
+        err_dhidden = acc * _through(dout, w_out) + u * dhidden.abs()
         dhidden, err_dhidden = (_drop(t, keep, self.dropout_p) for t in (dhidden, err_dhidden))
         dh = dhidden * slope
-        err_dh = err_dhidden * slope.abs() + dhidden.abs() * (curvature.abs() * err_h + acc) + eps * dh.abs()
+        err_dh = err_dhidden * slope.abs() + dhidden.abs() * (curvature.abs() * err_h + acc) + u * dh.abs()
         dx, dw_in, db_in = _linear_gradients(x, w_in, dh, err_dh, acc)
-        rows = dout.flatten(0, -2)
+        rows = dout.view(-1, dout.shape[-1])
         noise = {
             "out": _through(err_hidden, w_out.mT) + err_sum,
             "dx": dx,
             "dw_in": dw_in,
             "db_in": db_in,
-            "dw_out": _through(rows.mT, err_hidden.flatten(0, -2)) + acc * _through(rows.mT, hidden.flatten(0, -2)),
-            "db_out": acc * rows.square().sum(0).sqrt(),
+            "dw_out": _through(rows.mT, err_hidden.view(rows.shape[0], -1))
+            + acc * _through(rows.mT, hidden.view(rows.shape[0], -1)),
+            "db_out": acc * _sum_of(rows, (0,)),
         }
         return _plus_rounding(noise, exact, results)

@@ -3,10 +3,10 @@
     |ours - exact| <= 2 * max over stock variants of max|stock - exact| + noise             for every element
 
 `exact` is the float64 reference, `stock` is plain PyTorch in the dtype under test (eager and SDPA, in three orders of
-summation), and `noise` is the rounding that any implementation may show: eps times the op's formula with every sum of
-terms replaced by the root of the sum of their squares. That is 3.5 standard deviations of terms that are rounded
-independently, and never more than eps times the formula on absolute values. The latter would hide a kernel that is five
-times worse than stock: for a bf16 GEMM over K = 768 it is 15 times stock's error, because roundings average out.
+summation), and `noise` is the rounding that any implementation may show: half of eps for a value that is rounded once,
+and for a sum eps times the root of the sum of its squared terms. That is 3.5 standard deviations of terms that are
+rounded independently, and never more than eps times the sum of absolute values. The latter would hide a kernel that is
+five times worse than stock: for a bf16 GEMM over K = 768 it is 15 times stock's error, because roundings average out.
 
 So a tolerance scales with shape, dtype and data, and no test has a number of its own. It has a floor where the exact
 value is 0, as the gradient of a key bias.
@@ -19,8 +19,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import pytest
 import torch
 from torch import Tensor, nn
+
+from bertfast import BackendError
 
 STOCK_FACTOR = 2.0
 # Under one gradient of the outputs our error in the gradients of a tiny model may be 6 times stock's by luck: they come
@@ -33,9 +36,14 @@ def eps_of(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps
 
 
-def accumulation_eps(dtype: torch.dtype) -> float:
-    """eps of what sums and statistics are kept in: fp32 below fp64."""
-    return eps_of(torch.promote_types(dtype, torch.float32))
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """The largest relative error of one rounding."""
+    return eps_of(dtype) / 2
+
+
+def accumulation_roundoff(dtype: torch.dtype) -> float:
+    """The unit roundoff of what sums, statistics and activations are computed in: fp32 below fp64."""
+    return unit_roundoff(torch.promote_types(dtype, torch.float32))
 
 
 def assert_within(ours: Tensor, stocks: Iterable[Tensor], exact: Tensor, noise: Tensor | float, what: str) -> None:
@@ -136,6 +144,10 @@ class Case(Protocol):
     op: str
     inputs: Inputs
 
+    def served(self, backend: str, grad: bool) -> bool: ...
+
+    def wants_grad(self) -> bool: ...
+
     def ours(self, inputs: Inputs, backend: str | None) -> Results: ...
 
     def stocks(self) -> Sequence[Callable[[Inputs], Results]]: ...
@@ -182,36 +194,45 @@ def to_double(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
 
 
 def assert_parity(
-    case: Case,
-    backend: str | None,
-    *,
-    cotangents: Callable[[Results], Results] = random_cotangents,
-    backward: bool = True,
-) -> Results:
-    """Runs a case forward and backward on `backend` and holds every output and gradient to the rule.
+    case: Case, backend: str, *, cotangents: Callable[[Results], Results] = random_cotangents
+) -> Results | None:
+    """Runs a case on `backend`, and backward if it declares that, and holds every output and gradient to the rule.
 
-    Also asserts that inputs are not written and that outputs share no memory with them. Returns our results.
+    Also asserts that inputs are not written, that outputs share no memory with them, and that a backend which declares
+    that it cannot serve the case, or not its gradients, refuses it.
+
+    Returns:
+        our results; None if the backend refused.
     """
-    before = {name: None if t is None else t.detach().clone() for name, t in case.inputs.items()}
+    inputs, backward = case.inputs, case.wants_grad()
+    if backward and not case.served(backend, grad=True):
+        with pytest.raises(BackendError):
+            case.ours(inputs, backend)
+        inputs, backward = {name: None if t is None else t.detach() for name, t in inputs.items()}, False
+    if not case.served(backend, grad=False):
+        with pytest.raises(BackendError):
+            case.ours(inputs, backend)
+        return None
+    before = {name: None if t is None else t.detach().clone() for name, t in inputs.items()}
     with torch.no_grad():
-        outputs = case.ours(case.inputs, backend)
+        outputs = case.ours(inputs, backend)
     for name, out in outputs.items():
-        for input_name, t in case.inputs.items():
+        for input_name, t in inputs.items():
             assert t is None or not _share_memory(out, t), f"{case.op}: {name} aliases {input_name}"
     upstream = cotangents(outputs) if backward else None
-    ours = run(lambda inputs: case.ours(inputs, backend), case.inputs, upstream)
+    ours = run(lambda leaves: case.ours(leaves, backend), inputs, upstream)
     for name, out in outputs.items():
         assert torch.equal(_bits(out), _bits(ours[name])), f"{case.op}: {name} differs with gradients enabled"
-    for name, t in case.inputs.items():
+    for name, t in inputs.items():
         assert t is None or torch.equal(_bits(t), _bits(before[name])), f"{case.op} wrote to its input {name}"
-    stocks = [run(stock, case.inputs, upstream) for stock in case.stocks()]
-    exact_inputs = to_double(case.inputs)
+    stocks = [run(stock, inputs, upstream) for stock in case.stocks()]
     exact_upstream = None if upstream is None else to_double(upstream)
+    exact_inputs = to_double(inputs)
     exact = run(case.exact, exact_inputs, exact_upstream)
     assert ours.keys() == exact.keys(), f"{case.op}: got {sorted(ours)}, expected {sorted(exact)}"
     noise = case.noise(exact_inputs, exact_upstream or {}, exact, ours)
     for name, value in exact.items():
-        what = f"{case.op} {name} on {backend or 'auto'} of {case}"
+        what = f"{case.op} {name} on {backend} of {case}"
         assert_within(ours[name], [stock[name] for stock in stocks], value, noise[name], what)
     return ours
 
@@ -292,7 +313,8 @@ def _nudged(model: nn.Module, eps: float) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter *= 1 + eps * (2 * torch.randint(2, parameter.shape, generator=generator) - 1)
+            signs = 2 * torch.randint(2, parameter.shape, generator=generator) - 1
+            parameter *= 1 + eps * signs.to(parameter.device)
     return model
 
 
