@@ -66,15 +66,32 @@ class _Predictions(nn.Module):
         return self.decoder(self.transform(hidden_states))
 
 
-class _PreTrainingHeads(nn.Module):
-    """`predictions` (masked LM) and `seq_relationship` (next sentence), or only one of them."""
-
-    def __init__(self, config: BertConfig, predictions: bool, next_sentence: bool) -> None:
+class _MaskedLMHead(nn.Module):
+    def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        if predictions:
-            self.predictions = _Predictions(config)
-        if next_sentence:
-            self.seq_relationship = nn.Linear(config.hidden_size, 2)
+        self.predictions = _Predictions(config)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.predictions(hidden_states)
+
+
+class _NextSentenceHead(nn.Module):
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.seq_relationship = nn.Linear(config.hidden_size, 2)
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        return self.seq_relationship(pooled)
+
+
+class _PreTrainingHeads(nn.Module):
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.predictions = _Predictions(config)
+        self.seq_relationship = nn.Linear(config.hidden_size, 2)
+
+    def forward(self, hidden_states: Tensor, pooled: Tensor) -> tuple[Tensor, Tensor]:
+        return self.predictions(hidden_states), self.seq_relationship(pooled)
 
 
 class BertForPreTraining(TaskModel, BertPreTrainedModel):
@@ -85,7 +102,7 @@ class BertForPreTraining(TaskModel, BertPreTrainedModel):
     def __init__(self, config: BertConfig) -> None:
         super().__init__(config)
         self.bert = BertModel(self.config)
-        self.cls = _PreTrainingHeads(self.config, predictions=True, next_sentence=True)
+        self.cls = _PreTrainingHeads(self.config)
         self.post_init()
 
     def forward(
@@ -113,8 +130,7 @@ class BertForPreTraining(TaskModel, BertPreTrainedModel):
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
         )
-        words = self.cls.predictions(outputs.last_hidden_state)
-        follows = self.cls.seq_relationship(outputs.pooler_output)
+        words, follows = self.cls(outputs.last_hidden_state, outputs.pooler_output)
         loss = None
         if labels is not None and next_sentence_label is not None:
             loss = token_loss(words, labels) + token_loss(follows, next_sentence_label)
@@ -130,11 +146,11 @@ class BertForMaskedLM(MaskedLMTask, BertPreTrainedModel):
     def __init__(self, config: BertConfig) -> None:
         super().__init__(config)
         self.bert = BertModel(self.config, add_pooling_layer=False)
-        self.cls = _PreTrainingHeads(self.config, predictions=True, next_sentence=False)
+        self.cls = _MaskedLMHead(self.config)
         self.post_init()
 
     def vocabulary_logits(self, hidden_states: Tensor) -> Tensor:
-        return self.cls.predictions(hidden_states)
+        return self.cls(hidden_states)
 
 
 class BertForNextSentencePrediction(SequenceClassificationTask, BertPreTrainedModel):
@@ -143,11 +159,11 @@ class BertForNextSentencePrediction(SequenceClassificationTask, BertPreTrainedMo
     def __init__(self, config: BertConfig) -> None:
         super().__init__(config)
         self.bert = BertModel(self.config)
-        self.cls = _PreTrainingHeads(self.config, predictions=False, next_sentence=True)
+        self.cls = _NextSentenceHead(self.config)
         self.post_init()
 
     def sequence_logits(self, outputs: BaseModelOutputWithPooling) -> Tensor:
-        return self.cls.seq_relationship(outputs.pooler_output)
+        return self.cls(outputs.pooler_output)
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return token_loss(logits, labels)
