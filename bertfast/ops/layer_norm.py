@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from bertfast.backends import FLOAT, Capability, choose, describe, needs_grad, register
+from bertfast.backends import FLOAT, HALF, Capability, choose, describe, needs_grad, register
 from bertfast.dropout import apply_dropout, check_probability, new_seed
 from bertfast.ops._autocast import normalises_in_float32
 from bertfast.ops._checks import check_rank, check_shape, check_tensors
@@ -99,16 +99,19 @@ def _fused(x, residual, weight, bias, eps, x_bias, dropout_p, return_sum, seed, 
 
 
 def _torch(x, residual, weight, bias, eps, x_bias, dropout_p, return_sum, seed, backend, grad):
+    dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     total = apply_dropout(x if x_bias is None else x + x_bias, dropout_p, "add_layer_norm", seed)
-    if residual is not None:
-        total = residual + total
-    elif return_sum and total is x:
+    total = (total if residual is None else residual + total).to(dtype)
+    if return_sum and total is x:
         total = x.clone()
-    if weight.dtype == total.dtype == bias.dtype:
+    half_on_cpu = total.device.type == "cpu" and total.dtype in HALF
+    if weight.dtype == total.dtype == bias.dtype and not half_on_cpu:
         out = F.layer_norm(total, weight.shape, weight, bias, eps)
     else:
-        # Stock LayerNorm refuses some mixes (fp16 input and fp32 weight); fp32 holds all of them exactly.
+        # Stock LayerNorm refuses some mixes (fp16 input and fp32 weight), and on the CPU keeps statistics and the sums
+        # over rows in half precision: constant rows become NaN, and a bias gradient of 65.5 stalls at 0.5.
         wide = torch.promote_types(torch.promote_types(total.dtype, weight.dtype), bias.dtype)
+        wide = torch.promote_types(wide, torch.float32)
         out = F.layer_norm(total.to(wide), weight.shape, weight.to(wide), bias.to(wide), eps)
         out = out.float() if normalises_in_float32(x) else out.to(total.dtype)
     return (out, total) if return_sum else out
