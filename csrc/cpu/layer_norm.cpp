@@ -92,6 +92,12 @@ struct Forward {
                  : sum_of(n, [&](int64_t j) { return z[j] = px[j]; });
     }
     if (sum) sum.store(i, z);
+    if (out.is_half() && (residual || x_bias || dropout)) {
+      // Backward reads the stored sum, so the statistics must be of the rounded one: of a row that is constant but for
+      // its rounding it would else see differences that rstd, up to 1e6, blows up.
+      out.round(z);
+      total = sum_of(n, [&](int64_t j) { return z[j]; });
+    }
     const float m = total / n;
     const float variance = sum_of(n, [&](int64_t j) { return (z[j] - m) * (z[j] - m); }) / n;
     const float r = 1.0f / std::sqrt(variance + eps);

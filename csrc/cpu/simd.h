@@ -145,6 +145,19 @@ struct MutableRows {
     return dtype == ScalarType::Float ? reinterpret_cast<float*>(data) + row * width : buffer;
   }
 
+  BERTFAST_INLINE bool is_half() const { return dtype != ScalarType::Float; }
+
+  // What store() would keep of a row.
+  BERTFAST_INLINE void round(float* values) const {
+    if (dtype == ScalarType::BFloat16) {
+#pragma omp simd
+      for (int64_t i = 0; i < width; ++i) values[i] = bfloat16_value(bfloat16_bits(values[i]));
+    } else if (dtype == ScalarType::Half) {
+#pragma omp simd
+      for (int64_t i = 0; i < width; ++i) values[i] = half_value(half_bits(values[i]));
+    }
+  }
+
   BERTFAST_INLINE void store(int64_t row, const float* filled) const {
     uint16_t* target = reinterpret_cast<uint16_t*>(data) + row * width;
     if (dtype == ScalarType::BFloat16) {
