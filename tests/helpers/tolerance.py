@@ -165,7 +165,7 @@ def run(function: Callable[[Inputs], Results], inputs: Inputs, cotangents: Resul
     wanted = {name: leaf for name, leaf in leaves.items() if leaf is not None and leaf.requires_grad}
     if not wanted or cotangents is None:
         return results
-    roots = {name: out for name, out in outputs.items() if name in cotangents}
+    roots = {name: out for name, out in outputs.items() if name in cotangents and out.requires_grad}
     grads = torch.autograd.grad(
         list(roots.values()), list(wanted.values()), [cotangents[name] for name in roots], allow_unused=True
     )
