@@ -17,16 +17,16 @@ from torch import Tensor
 @contextmanager
 def poisoned() -> Iterator[None]:
     """Fills what torch allocates without initialising it with NaN, allocations in C++ included."""
-    was_on = torch.are_deterministic_algorithms_enabled()
-    warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    mode = torch.get_deterministic_debug_mode()
     filled = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # As use_deterministic_algorithms(True, warn_only=True), which imports Inductor: seconds per process.
+    torch.set_deterministic_debug_mode("warn")
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
         yield
     finally:
         torch.utils.deterministic.fill_uninitialized_memory = filled
-        torch.use_deterministic_algorithms(was_on, warn_only=warned_only)
+        torch.set_deterministic_debug_mode(mode)
 
 
 @pytest.fixture
