@@ -174,22 +174,16 @@ struct Backward {
     const float* pd = dout.read(i, buffers);
     const float* pz = sum.read(i, buffers + n);
     const float* ps = dsum ? dsum.read(i, buffers + 2 * n) : nullptr;
+    const float* pw = weight;  // GCC 12 does not vectorise a lambda that reads a member
     const float m = mean[i], r = rstd[i];
-    float mean_g = 0, mean_g_xhat = 0;
-#pragma omp simd reduction(+ : mean_g, mean_g_xhat)
-    for (int64_t j = 0; j < n; ++j) {
-      const float g = pd[j] * weight[j];
-      mean_g += g;
-      mean_g_xhat += g * ((pz[j] - m) * r);
-    }
-    mean_g /= n;
-    mean_g_xhat /= n;
+    const float mean_g = sum_of(n, [&](int64_t j) { return pd[j] * pw[j]; }) / n;
+    const float mean_g_xhat = sum_of(n, [&](int64_t j) { return pd[j] * pw[j] * ((pz[j] - m) * r); }) / n;
     const MutableRows& first = dropout && dresidual ? dresidual : dx;
     float* dz = first.target(i, buffers + 3 * n);
 #pragma omp simd
     for (int64_t j = 0; j < n; ++j) {
       const float xhat = (pz[j] - m) * r;
-      dz[j] = r * (pd[j] * weight[j] - mean_g - xhat * mean_g_xhat);
+      dz[j] = r * (pd[j] * pw[j] - mean_g - xhat * mean_g_xhat);
       dweight[j] += pd[j] * xhat;
       dbias[j] += pd[j];
     }
