@@ -87,10 +87,8 @@ class Packing:
         if packed.shape[0] != self.indices.shape[0]:
             raise ValueError(f"packed must have shape ({self.indices.shape[0]}, ...), got {tuple(packed.shape)}")
         rows = self.batch * self.seqlen
-        if needs_grad(packed):
-            flat = _Repad.apply(packed, self.indices, rows)
-        else:
-            flat = _scatter(packed, self.indices, rows)
+        move = _Repad.apply if needs_grad(packed) else _scatter
+        flat = move(packed, self.indices, rows)
         return flat.unflatten(0, (self.batch, self.seqlen))
 
 

@@ -2,7 +2,8 @@
 
 Tests hold every backend to these functions run in float64, and benchmarks check their results against them before
 they time anything. They favour the formula over speed; the package itself uses them only where a caller asks for
-attention probabilities or replays a dropout mask. Dropout is given as a keep mask (bool, True = kept) so that a backend's mask can be replayed.
+attention probabilities or replays a dropout mask. Dropout is given as a keep mask (bool, True = kept), so that a
+backend's mask can be replayed.
 """
 
 from __future__ import annotations
@@ -91,8 +92,7 @@ def varlen_attention(
     outputs = []
     for i in range(len(ends_q) - 1):
         q, k, v = (
-            t[ends[i] : ends[i + 1]].transpose(0, 1)
-            for t, ends in ((query, ends_q), (key, ends_k), (value, ends_k))
+            t[ends[i] : ends[i + 1]].transpose(0, 1) for t, ends in ((query, ends_q), (key, ends_k), (value, ends_k))
         )
         out, _ = attention(
             q,

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from bertfast.configuration import BertConfig
 from bertfast.models.base import PreTrainedModel
 from bertfast.models.encoder_model import EncoderModel, RowUse
-from bertfast.models.outputs import BaseModelOutputWithPooling, LogitsOutput, PreTrainingOutput
+from bertfast.models.outputs import BaseModelOutputWithPooling, PreTrainingOutput
 from bertfast.models.tasks import (
     MaskedLMTask,
     MultipleChoiceTask,

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from bertfast.configuration import DistilBertConfig
 from bertfast.models.base import PreTrainedModel
-from bertfast.models.encoder_model import EncoderModel, RowUse
+from bertfast.models.encoder_model import REAL_ROWS, EncoderModel, RowUse
 from bertfast.models.outputs import BaseModelOutputWithPooling, ModelOutput
 from bertfast.models.tasks import (
     MaskedLMTask,
@@ -48,7 +48,7 @@ class DistilBertModel(EncoderModel, DistilBertPreTrainedModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         *,
-        _use: RowUse = RowUse(),
+        _use: RowUse = REAL_ROWS,
     ) -> BaseModelOutputWithPooling | tuple[Tensor, ...]:
         """As the other families' base models, without token types."""
         return super().forward(

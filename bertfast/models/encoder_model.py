@@ -13,6 +13,7 @@ from bertfast.models.outputs import BaseModelOutputWithPooling
 from bertfast.nn import BertEncoder, BertEncoderLayer, FusedBertEmbeddings
 from bertfast.nn.names import BERT_LAYER, LayerNames
 from bertfast.nn.plain import any_hooks
+from bertfast.ops._checks import check_broadcast
 from bertfast.packing import Packing, check_mask, mask_sizes
 
 IGNORED_LABEL = -100
@@ -30,6 +31,9 @@ class RowUse(NamedTuple):
     padded_rows: bool = False
     first_token: bool = False
     labels: Tensor | None = None
+
+
+REAL_ROWS = RowUse()
 
 
 class Plan(NamedTuple):
@@ -116,7 +120,7 @@ class EncoderModel(PreTrainedModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         *,
-        _use: RowUse = RowUse(),
+        _use: RowUse = REAL_ROWS,
     ) -> BaseModelOutputWithPooling | tuple[Tensor, ...]:
         """Runs the encoder.
 
@@ -151,6 +155,10 @@ class EncoderModel(PreTrainedModel):
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given.dim() != (2 if inputs_embeds is None else 3):
             raise ValueError(f"input_ids must be (B, S) or inputs_embeds (B, S, N), got {tuple(given.shape)}")
+        batch, seqlen = given.shape[:2]
+        for name, ids in (("token_type_ids", token_type_ids), ("position_ids", position_ids)):
+            if ids is not None:
+                check_broadcast(name, ids, (batch, seqlen))
         config = self.config
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
@@ -162,7 +170,7 @@ class EncoderModel(PreTrainedModel):
             padded_rows=_use.padded_rows or bool(output_attentions or output_hidden_states),
             first_token=_use.first_token or self.pooler is not None,
         )
-        plan = self._plan(attention_mask, given.shape[0], given.shape[1], given.device, use)
+        plan = self._plan(attention_mask, batch, seqlen, given.device, use)
         encoder = getattr(self, self.encoder_name)
         if plan.packing is None:
             embedded = self.embeddings(input_ids, token_type_ids, position_ids, inputs_embeds)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bertfast.models.base import PreTrainedModel
-from bertfast.models.encoder_model import IGNORED_LABEL, RowUse
+from bertfast.models.encoder_model import IGNORED_LABEL, REAL_ROWS, RowUse
 from bertfast.models.outputs import BaseModelOutputWithPooling, LogitsOutput, ModelOutput, QuestionAnsweringOutput
 
 
@@ -90,7 +90,7 @@ class SequenceClassificationTask(TaskModel):
         several, (B,) or (B, num_labels) floating point for regression, as `config.problem_type` says or, without
         it, as `num_labels` and the labels' dtype suggest. Inputs as the base model."""
         outputs = self.encode(
-            RowUse(),
+            REAL_ROWS,
             input_ids=input_ids,
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
@@ -132,7 +132,7 @@ class MultipleChoiceTask(TaskModel):
         if given is None:
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
         outputs = self.encode(
-            RowUse(),
+            REAL_ROWS,
             **{
                 name: None if tensor is None else tensor.flatten(0, 1)
                 for name, tensor in (

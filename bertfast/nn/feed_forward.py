@@ -8,6 +8,7 @@ from bertfast import ops
 from bertfast.activations import GELU_FORMS, Activation, get_activation
 from bertfast.nn.plain import is_plain
 
+
 def feed_forward(x: Tensor, dense_in: nn.Module, dense_out: nn.Module, activation: str | Activation) -> Tensor:
     """`ops.feed_forward` over the weights of two linear modules, or their calls where they are not plain."""
     if is_plain(dense_in, nn.Linear) and is_plain(dense_out, nn.Linear):

@@ -73,7 +73,16 @@ class _AddLayerNorm(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(total)
         dx, dresidual, dweight, dbias, dx_bias = _BWD[ctx.backend](
-            dout, dsum, total, mean, rstd, weight, seed, ctx.dropout_p, residual_dtype is not None, x_bias_dtype is not None
+            dout,
+            dsum,
+            total,
+            mean,
+            rstd,
+            weight,
+            seed,
+            ctx.dropout_p,
+            residual_dtype is not None,
+            x_bias_dtype is not None,
         )
         if seed is None:
             dresidual = dx
@@ -167,9 +176,7 @@ def add_layer_norm(
     if normalises_in_float32(x) and residual is None:
         x = x.float()
     grad = needs_grad(x, residual, weight, bias, x_bias)
-    call = describe(
-        "add_layer_norm", (x, residual, weight, bias, x_bias), grad=grad, dropout_p=dropout_p, width=width
-    )
+    call = describe("add_layer_norm", (x, residual, weight, bias, x_bias), grad=grad, dropout_p=dropout_p, width=width)
     chosen = choose(call, backend)
     return chosen.implementation(
         x, residual, weight, bias, eps, x_bias, dropout_p, return_sum, _seed, chosen.backend, grad

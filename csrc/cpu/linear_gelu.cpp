@@ -1,13 +1,13 @@
 // The epilogue of linear_gelu: out = gelu(out + bias) in place on what the GEMM wrote.
 //
-// With t = |x| and P the normal distribution function, gelu(x) = x P(x), P(-t) = exp(-t^2 / 2) R(t) and P(t) = 1 - P(-t).
-// R falls slowly (it is half of erfcx(t / sqrt 2)), and a polynomial in 1 / (1 + 0.3 t) gives it to 6e-8 of its value on
-// [0, 14]; beyond 13.2, where P(-t) is 4e-40, it is taken as 0. So one exponential and one division serve all x without a branch, and the error
-// stays below that of 0.5 x (1 + erf(x / sqrt 2)) with an erf rounded to fp32. (Coefficients: weighted least squares in
-// float64, reweighted until the relative error is level.)
-// The tanh form is x / (1 + exp(-2 y)), y = sqrt(2 / pi) (x + 0.044715 x^3), which overflows nowhere.
-// Bytes moved: out is read and written while it is still in cache for narrow tiles, 8 N a row of fp32 otherwise. Eager
-// copies the bias into out before the GEMM and writes another tensor after it, 20 N.
+// With t = |x| and P the normal distribution function, gelu(x) = x P(x), P(-t) = exp(-t^2 / 2) R(t) and P(t) = 1 -
+// P(-t). R falls slowly (it is half of erfcx(t / sqrt 2)), and a polynomial in 1 / (1 + 0.3 t) gives it to 6e-8 of its
+// value on [0, 14]; beyond 13.2, where P(-t) is 4e-40, it is taken as 0. So one exponential and one division serve all
+// x without a branch, and the error stays below that of 0.5 x (1 + erf(x / sqrt 2)) with an erf rounded to fp32.
+// (Coefficients: weighted least squares in float64, reweighted until the relative error is level.) The tanh form is x /
+// (1 + exp(-2 y)), y = sqrt(2 / pi) (x + 0.044715 x^3), which overflows nowhere. Bytes moved: out is read and written
+// while it is still in cache for narrow tiles, 8 N a row of fp32 otherwise. Eager copies the bias into out before the
+// GEMM and writes another tensor after it, 20 N.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
