@@ -59,6 +59,8 @@ def sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, seed, bottom
         attn_mask = _bias_like(attn_mask, query)
     if dropout_p > 0.0 and seed is not None:
         batch, heads, s_q, _ = query.shape
+        if enable_gqa:
+            key, value = (t.repeat_interleave(heads // t.shape[1], 1) for t in (key, value))
         keep = dropout_mask(seed, (batch, heads, s_q, key.shape[-2]), dropout_p, "attention")
         return reference.attention(
             query,
