@@ -54,6 +54,10 @@ def _dims(x: Tensor) -> tuple[int, ...]:
     return (-1,) if x.dim() == 1 else (0, -1)
 
 
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
 def _sum_of(err: Tensor, dims: int | tuple[int, ...]) -> Tensor:
     """The rounding of a sum whose terms carry `err`: twice the root of the sum of squares, 3.5 standard deviations."""
     return 2 * err.square().sum(dims, keepdim=isinstance(dims, int)).sqrt()
@@ -129,7 +133,9 @@ def _explicit_mask(mask: Tensor | None, is_causal: bool, query: Tensor, s_k: int
     """Mask and causality as one mask that stock takes: bool, or of the query's dtype with finite values kept finite."""
     if mask is not None and mask.dtype != torch.bool:
         limits = torch.finfo(query.dtype)
-        mask = torch.where(mask.isinf(), mask, mask.clamp(limits.min, limits.max)).to(query.dtype)
+        if torch.finfo(mask.dtype).max > limits.max:
+            mask = torch.where(mask.isinf(), mask, mask.clamp(limits.min, limits.max))
+        mask = mask.to(query.dtype)
     if not is_causal:
         return mask
     s_q = query.shape[-2]
@@ -554,10 +560,10 @@ def _linear_error(x: Tensor, weight: Tensor, bias: Tensor | None, u: float, acc:
 
 def _linear_gradients(x, weight, dh, err_dh, acc):
     """The roundings of dx, dweight and dbias of a linear layer whose output gradient dh carries err_dh."""
-    err = (err_dh + acc * dh.abs()).view(-1, dh.shape[-1])
+    err = _rows(err_dh + acc * dh.abs())
     return (
-        _through(err, weight).view(x.shape),
-        _through(err.mT, x.view(-1, x.shape[-1])),
+        _through(err, weight).reshape(x.shape),
+        _through(err.mT, _rows(x)),
         _sum_of(err, (0,)),
     )
 
@@ -638,14 +644,13 @@ class FeedForward(OpCase):
         dh = dhidden * slope
         err_dh = err_dhidden * slope.abs() + dhidden.abs() * (curvature.abs() * err_h + acc) + u * dh.abs()
         dx, dw_in, db_in = _linear_gradients(x, w_in, dh, err_dh, acc)
-        rows = dout.view(-1, dout.shape[-1])
+        rows = _rows(dout)
         noise = {
             "out": _through(err_hidden, w_out.mT) + err_sum,
             "dx": dx,
             "dw_in": dw_in,
             "db_in": db_in,
-            "dw_out": _through(rows.mT, err_hidden.view(rows.shape[0], -1))
-            + acc * _through(rows.mT, hidden.view(rows.shape[0], -1)),
+            "dw_out": _through(rows.mT, _rows(err_hidden)) + acc * _through(rows.mT, _rows(hidden)),
             "db_out": acc * _sum_of(rows, (0,)),
         }
         return _plus_rounding(noise, exact, results)

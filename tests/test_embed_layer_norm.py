@@ -1,0 +1,175 @@
+"""embed_layer_norm on every backend: gathers, padding rows, optional ids, dropout, errors."""
+
+import pytest
+import torch
+
+from bertfast import BackendError, ops
+from helpers import poison
+from helpers.op_cases import ALL_DTYPES, EmbedLayerNorm, backends_for, random, seed_tensor
+from helpers.poison import LAYOUTS, poisoned_memory  # noqa: F401
+from helpers.tolerance import assert_parity, random_cotangents
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+SERVED = backends_for("embed_layer_norm")
+EVERY = backends_for("embed_layer_norm", ALL_DTYPES)
+BACKENDS = sorted({backend for backend, _ in SERVED})
+
+
+def ids(*shape, high, dtype=torch.int64, seed=0):
+    return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def case(*shape, width, dtype, layout=poison.contiguous, without=(), positions=False, index=torch.int64, **settings):
+    def numbers(seed, *size, **options):
+        return layout(random(*size, dtype=dtype, seed=seed, **options))
+
+    inputs = {
+        "input_ids": ids(*shape, high=30, dtype=index),
+        "token_type_ids": ids(*shape, high=2, dtype=index, seed=1),
+        "position_ids": ids(*shape, high=40, dtype=index, seed=2) if positions else None,
+        "word": numbers(1, 30, width),
+        "position": numbers(2, 40, width),
+        "token_type": numbers(3, 2, width),
+        "weight": numbers(4, width, shift=1.0),
+        "bias": numbers(5, width),
+        "inputs_embeds": None,
+    }
+    if "ids" in without:
+        inputs |= {"input_ids": None, "inputs_embeds": numbers(6, *shape, width)}
+    if "types" in without:
+        inputs |= {"token_type_ids": None, "token_type": None}
+    if "type_ids" in without:
+        inputs |= {"token_type_ids": None}
+    return EmbedLayerNorm(inputs, settings)
+
+
+@pytest.mark.parametrize("index", [torch.int64, torch.int32])
+@pytest.mark.parametrize("positions", [True, False])
+@pytest.mark.parametrize("without", [(), ("types",), ("type_ids",), ("ids",), ("ids", "types")], ids=str)
+@pytest.mark.parametrize(("backend", "dtype"), EVERY)
+def test_parity(backend, dtype, without, positions, index):
+    assert_parity(case(2, 9, width=48, dtype=dtype, without=without, positions=positions, index=index), backend)
+
+
+@pytest.mark.parametrize("width", [3, 17, 384, 768, 1000, 1025])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 40), (7,), (2, 2, 5)])
+@pytest.mark.parametrize(("backend", "dtype"), SERVED)
+def test_shapes(backend, dtype, shape, width):
+    assert_parity(case(*shape, width=width, dtype=dtype, eps=1e-5), backend)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
+@pytest.mark.parametrize("without", [(), ("ids",)])
+@pytest.mark.parametrize(("backend", "dtype"), EVERY)
+def test_no_tokens(backend, dtype, shape, without):
+    results = assert_parity(case(*shape, width=48, dtype=dtype, without=without), backend)
+    assert results["out"].shape == (*shape, 48) and not results["dweight"].any()
+
+
+@pytest.mark.parametrize(("backend", "dtype"), EVERY)
+def test_padding_rows_get_no_gradient(backend, dtype):
+    whole = case(3, 9, width=24, dtype=dtype, positions=True, padding_idx=4, position_padding_idx=1)
+    whole.inputs["input_ids"][0, :3] = 4
+    whole.inputs["position_ids"][1, :3] = 1
+    results = assert_parity(whole, backend)
+    assert not results["dword"][4].any() and not results["dposition"][1].any()
+    assert results["dword"].any() and results["dposition"].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ids_that_broadcast(backend):
+    whole = case(3, 9, width=24, dtype=torch.float32)
+    types, positions = ids(9, high=2, seed=1), ids(1, 9, high=40, seed=2)
+    assert_parity(EmbedLayerNorm({**whole.inputs, "token_type_ids": types, "position_ids": positions}), backend)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("grad_layout", LAYOUTS)
+@pytest.mark.parametrize(("backend", "dtype"), SERVED)
+def test_layouts(backend, dtype, layout, grad_layout):
+    strided = case(3, 5, width=24, dtype=dtype, layout=LAYOUTS[layout])
+    assert_parity(strided, backend, cotangents=lambda out: {"out": LAYOUTS[grad_layout](random_cotangents(out)["out"])})
+
+
+@pytest.mark.parametrize("dropout_p", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize(("backend", "dtype"), EVERY)
+def test_dropout_replays_the_mask_of_the_seed(backend, dtype, dropout_p):
+    settings = {"dropout_p": dropout_p, "seed": seed_tensor(), "eps": 1e-5}
+    assert_parity(case(3, 7, width=37, dtype=dtype, **settings), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_dropout_falls_behind_the_norm(backend):
+    whole = case(3, 7, width=37, dtype=torch.float32, dropout_p=0.4, seed=seed_tensor())
+    with torch.no_grad():
+        out = whole.ours(whole.inputs, backend)["out"]
+    assert torch.equal(out != 0, ops.dropout_mask(seed_tensor(), (3, 7, 37), 0.4, "embed_layer_norm"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_dropout_follows_manual_seed(backend):
+    whole = case(3, 7, width=37, dtype=torch.float32, dropout_p=0.5)
+    torch.manual_seed(1)
+    first, second = (whole.ours(whole.inputs, backend)["out"] for _ in range(2))
+    torch.manual_seed(1)
+    assert torch.equal(first, whole.ours(whole.inputs, backend)["out"]) and not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tables_of_several_dtypes(backend):
+    whole = case(3, 7, width=16, dtype=torch.bfloat16)
+    wide = {name: whole.inputs[name].detach().float().requires_grad_() for name in ("position", "weight", "bias")}
+    results = assert_parity(EmbedLayerNorm({**whole.inputs, **wide}), backend)
+    assert results["out"].dtype == torch.float32 and results["dword"].dtype == torch.bfloat16
+
+
+def _arguments(**changes):
+    tables = {"word": torch.ones(9, 4), "position": torch.ones(6, 4), "token_type": torch.ones(2, 4)}
+    indices = {"input_ids": ids(2, 5, high=9), "token_type_ids": ids(2, 5, high=2), "position_ids": None}
+    return {**indices, **tables, "weight": torch.ones(4), "bias": torch.ones(4), **changes}
+
+
+def _one(value):
+    return torch.tensor([[value] * 5] * 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"input_ids": _one(9)}, IndexError, "input_ids has the value 9, expected 0 <= value < 9"),
+        ({"input_ids": _one(-1)}, IndexError, "input_ids has the value -1"),
+        ({"token_type_ids": _one(2)}, IndexError, "token_type_ids has the value 2, expected 0 <= value < 2"),
+        ({"token_type_ids": _one(-7)}, IndexError, "token_type_ids has the value -7"),
+        ({"position_ids": _one(6)}, IndexError, "position_ids has the value 6, expected 0 <= value < 6"),
+        (
+            {"input_ids": ids(2, 7, high=9), "token_type_ids": None},
+            IndexError,
+            "7 tokens, but position has only 6 rows",
+        ),
+        ({"input_ids": None}, ValueError, "exactly one of input_ids and inputs_embeds"),
+        ({"inputs_embeds": torch.ones(2, 5, 4)}, ValueError, "exactly one of input_ids and inputs_embeds"),
+        (
+            {"input_ids": None, "inputs_embeds": torch.ones(2, 5, 3)},
+            ValueError,
+            r"inputs_embeds must have shape \(..., S, 4\)",
+        ),
+        ({"input_ids": _one(1.0)}, TypeError, "input_ids must be int32 or int64, got torch.float32"),
+        ({"input_ids": _one(1).short()}, TypeError, "input_ids must be int32 or int64, got torch.int16"),
+        ({"position": torch.ones(6, 3)}, ValueError, r"position must have shape \(rows, 4\), got \(6, 3\)"),
+        ({"weight": torch.ones(5)}, ValueError, r"weight must have shape \(4,\), got \(5,\)"),
+        ({"token_type": None}, ValueError, "token_type_ids were given, but there is no token_type table"),
+        ({"token_type_ids": ids(2, 4, high=2)}, ValueError, r"token_type_ids must broadcast to \(2, 5\), got \(2, 4\)"),
+        (
+            {"position_ids": ids(3, 2, 5, high=2)},
+            ValueError,
+            r"position_ids must broadcast to \(2, 5\), got \(3, 2, 5\)",
+        ),
+        ({"word": torch.ones(9, 4, device="meta")}, ValueError, "meta"),
+        ({"dropout_p": 7.0}, ValueError, "dropout_p must be between 0 and 1"),
+        ({"backend": "cuda"}, BackendError, "cuda: "),
+    ],
+)
+def test_wrong_arguments(changes, error, message):
+    with pytest.raises(error, match=message):
+        ops.embed_layer_norm(**_arguments(**changes))

@@ -1,0 +1,147 @@
+"""feed_forward on every backend: every activation, dropout between the GEMMs, layouts, errors."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bertfast import BackendError, ops
+from bertfast.activations import ACTIVATIONS
+from helpers import poison
+from helpers.op_cases import ALL_DTYPES, FeedForward, backends_for, random, seed_tensor
+from helpers.poison import LAYOUTS, poisoned_memory  # noqa: F401
+from helpers.tolerance import assert_parity, random_cotangents
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+SERVED = backends_for("feed_forward")
+EVERY = backends_for("feed_forward", ALL_DTYPES)
+BACKENDS = sorted({backend for backend, _ in SERVED})
+
+
+def case(*shape, inner, outer, dtype, bias=True, layout=poison.contiguous, grad=True, **settings):
+    width = shape[-1]
+    inputs = {
+        "x": layout(random(*shape, dtype=dtype, seed=1, grad=grad)),
+        "w_in": layout(random(inner, width, dtype=dtype, seed=2, scale=max(width, 1) ** -0.5, grad=grad)),
+        "b_in": layout(random(inner, dtype=dtype, seed=3, grad=grad)) if bias else None,
+        "w_out": layout(random(outer, inner, dtype=dtype, seed=4, scale=max(inner, 1) ** -0.5, grad=grad)),
+        "b_out": layout(random(outer, dtype=dtype, seed=5, grad=grad)) if bias else None,
+    }
+    return FeedForward(inputs, settings)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(7, 48), (2, 9, 33), (1, 1, 129), (48,), (2, 2, 2, 8)])
+@pytest.mark.parametrize(("backend", "dtype"), EVERY)
+def test_parity(backend, dtype, shape, bias, grad):
+    assert_parity(case(*shape, inner=65, outer=shape[-1], dtype=dtype, bias=bias, grad=grad), backend)
+
+
+def _softsign_like(x):
+    return x / (1 + x.abs())
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(
+    "activation", [*ACTIVATIONS, F.silu, torch.nn.GELU(approximate="tanh"), _softsign_like], ids=str
+)
+@pytest.mark.parametrize(("backend", "dtype"), EVERY)
+def test_activations(backend, dtype, activation, grad):
+    whole = case(5, 24, inner=33, outer=17, dtype=dtype, activation=activation, grad=grad)
+    assert_parity(whole, backend)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (3, 17, 1), (17, 1, 3), (48, 384, 48), (1000, 7, 1025)])
+@pytest.mark.parametrize("rows", [1, 7, 63])
+@pytest.mark.parametrize(("backend", "dtype"), EVERY)
+def test_sizes(backend, dtype, sizes, rows):
+    width, inner, outer = sizes
+    assert_parity(case(rows, width, inner=inner, outer=outer, dtype=dtype), backend)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8)])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize(("backend", "dtype"), EVERY)
+def test_no_rows(backend, dtype, shape, dropout_p):
+    settings = {"dropout_p": dropout_p, "seed": seed_tensor()}
+    results = assert_parity(case(*shape, inner=5, outer=8, dtype=dtype, **settings), backend)
+    assert results is None or results["out"].shape == shape
+
+
+GRADS = {**LAYOUTS, "expanded": poison.expanded}
+
+
+@pytest.mark.parametrize("grad_layout", GRADS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("backend", "dtype"), SERVED)
+def test_layouts(backend, dtype, layout, grad_layout):
+    strided = case(3, 5, 24, inner=17, outer=24, dtype=dtype, layout=LAYOUTS[layout])
+    assert_parity(strided, backend, cotangents=lambda out: {"out": GRADS[grad_layout](random_cotangents(out)["out"])})
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("dropout_p", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize(("backend", "dtype"), EVERY)
+def test_dropout_replays_the_mask_of_the_seed(backend, dtype, dropout_p, grad):
+    settings = {"dropout_p": dropout_p, "seed": seed_tensor()}
+    assert_parity(case(2, 9, 24, inner=33, outer=17, dtype=dtype, grad=grad, **settings), backend)
+
+
+def test_dropout_falls_between_the_gemms():
+    x, eye = torch.ones(7, 32), torch.eye(32)
+    out = ops.feed_forward(x, eye, None, eye, None, "relu", dropout_p=0.4, _seed=seed_tensor())
+    assert torch.equal(out != 0, ops.dropout_mask(seed_tensor(), (7, 32), 0.4, "feed_forward"))
+
+
+def test_dropout_follows_manual_seed():
+    x, eye = torch.ones(7, 32), torch.eye(32)
+    torch.manual_seed(1)
+    first, second = (ops.feed_forward(x, eye, None, eye, None, dropout_p=0.5) for _ in range(2))
+    torch.manual_seed(1)
+    assert torch.equal(first, ops.feed_forward(x, eye, None, eye, None, dropout_p=0.5))
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_the_dtype_is_that_of_stock(dtype, grad):
+    whole = case(3, 8, inner=16, outer=8, dtype=torch.float32, grad=grad)
+    with torch.autocast("cpu", dtype):
+        out = ops.feed_forward(**whole.inputs)
+        stock = whole.stocks()[0](whole.inputs)["out"]
+    assert out.dtype == stock.dtype == dtype
+    if grad:
+        out.backward(torch.ones_like(out))
+        assert all(t.grad.dtype == torch.float32 for t in whole.inputs.values())
+
+
+def test_the_torch_backend_is_twice_differentiable():
+    inputs = case(3, 4, inner=5, outer=4, dtype=torch.float64).inputs
+    assert torch.autograd.gradgradcheck(lambda *t: ops.feed_forward(*t, backend="torch"), tuple(inputs.values()))
+
+
+def _arguments(**changes):
+    weights = {"w_in": torch.ones(5, 8), "b_in": torch.ones(5), "w_out": torch.ones(7, 5), "b_out": torch.ones(7)}
+    return {"x": torch.ones(2, 8), **weights, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"w_in": torch.ones(5, 7)}, ValueError, r"w_in must have shape \(N, 8\), got \(5, 7\)"),
+        ({"b_in": torch.ones(6)}, ValueError, r"b_in must have shape \(5,\), got \(6,\)"),
+        ({"w_out": torch.ones(7, 6)}, ValueError, r"w_out must have shape \(N_out, 5\), got \(7, 6\)"),
+        ({"w_out": torch.ones(5)}, ValueError, r"w_out must have shape \(N_out, 5\)"),
+        ({"b_out": torch.ones(5)}, ValueError, r"b_out must have shape \(7,\), got \(5,\)"),
+        ({"x": torch.ones(2, 8).long()}, TypeError, "x must be a floating point tensor"),
+        ({"w_out": torch.ones(7, 5).long()}, TypeError, "w_out must be a floating point tensor"),
+        ({"w_out": torch.ones(7, 5, device="meta")}, ValueError, "w_out is on meta, expected cpu"),
+        ({"activation": "gleu"}, ValueError, "activation must be a callable or one of gelu, .*; got 'gleu'"),
+        ({"dropout_p": -0.5}, ValueError, "dropout_p must be between 0 and 1"),
+        ({"backend": "triton"}, BackendError, "triton: "),
+    ],
+)
+def test_wrong_arguments(changes, error, message):
+    with pytest.raises(error, match=message):
+        ops.feed_forward(**_arguments(**changes))
