@@ -65,3 +65,10 @@ def check_range(name: str, ids: Tensor | None, size: int, table: str) -> None:
     if low < 0 or high >= size:
         wrong = low if low < 0 else high
         raise IndexError(f"{name} has the value {wrong}, expected 0 <= value < {size}, the rows of {table}")
+
+
+def check_broadcast(name: str, ids: Tensor, shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless `ids` broadcasts to `shape`."""
+    pairs = zip(reversed(ids.shape), reversed(shape), strict=False)
+    if ids.dim() > len(shape) or any(have not in (1, want) for have, want in pairs):
+        raise ValueError(f"{name} must broadcast to {tuple(shape)}, got {tuple(ids.shape)}")

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from bertfast.backends import FLOAT, Capability, choose, describe, needs_grad, register
 from bertfast.dropout import apply_dropout, check_probability
-from bertfast.ops._checks import check_device, check_range, check_shape, check_tensors, values_are_checked
+from bertfast.ops._checks import (
+    check_broadcast,
+    check_device,
+    check_range,
+    check_shape,
+    check_tensors,
+    values_are_checked,
+)
 from bertfast.ops._library import extension_unavailable
 from bertfast.ops.layer_norm import add_layer_norm
 
@@ -128,10 +135,10 @@ def embed_layer_norm(
             raise IndexError(f"the sequence has {shape[-1]} tokens, but position has only {position.shape[0]} rows")
         position_ids = torch.arange(shape[-1], device=word.device)
     else:
-        _check_broadcast("position_ids", position_ids, shape)
+        check_broadcast("position_ids", position_ids, shape)
         check_range("position_ids", position_ids, position.shape[0], "position")
     if token_type_ids is not None:
-        _check_broadcast("token_type_ids", token_type_ids, shape)
+        check_broadcast("token_type_ids", token_type_ids, shape)
         check_range("token_type_ids", token_type_ids, token_type.shape[0], "token_type")
     check_range("input_ids", input_ids, word.shape[0], "word")
     call = describe("embed_layer_norm", floats, grad=needs_grad(*floats), dropout_p=dropout_p, width=width)
@@ -151,12 +158,6 @@ def embed_layer_norm(
         inputs_embeds,
         _seed,
     )
-
-
-def _check_broadcast(name: str, ids: Tensor, shape: torch.Size) -> None:
-    pairs = zip(reversed(ids.shape), reversed(shape), strict=False)
-    if ids.dim() > len(shape) or any(have not in (1, want) for have, want in pairs):
-        raise ValueError(f"{name} must broadcast to {tuple(shape)}, got {tuple(ids.shape)}")
 
 
 register(Capability("embed_layer_norm", "torch", functools.partial(_composed, "torch")))
