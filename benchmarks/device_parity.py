@@ -6,6 +6,7 @@ need a checkout; a new backend needs no new line here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -242,10 +243,11 @@ def models(report: Report) -> None:
     except ImportError as error:
         report.not_run("models", f"{NEEDS_CHECKOUT} with transformers installed ({error})")
         return
+    pair = functools.partial(_pair, device=report.device, small=report.rehearse)
     for title, dtype, family, mask, options in _model_checks(report.rehearse):
         item = f"{title} {_name(dtype)}"
         with report.guard(item):
-            ours, stock = _pair(transformers, family, report, **options)
+            ours, stock = pair(family, **options)
             inputs = {"input_ids": _ids(mask, stock.config.vocab_size).to(report.device)}
             inputs["attention_mask"] = mask.to(report.device)
             assert_models_within(
@@ -255,14 +257,14 @@ def models(report: Report) -> None:
     with report.guard("MiniLM checkpoint"):
         _checkpoint(report, transformers, assert_models_within)
     with report.guard("padded rows"):
-        ours, _ = _pair(transformers, "Bert", report)
+        ours, _ = pair("Bert")
         mask = _mask("holes", small=report.rehearse)
         ids = _ids(mask, ours.config.vocab_size).to(report.device)
         with torch.inference_mode():
             out = ours(ids, mask.to(report.device)).last_hidden_state
         report.check("padded rows", not out[mask.to(report.device) == 0].any().item(), "padded rows are not 0")
     with report.guard("model autocast"):
-        ours, stock = _pair(transformers, "Bert", report, pooler=True)
+        ours, stock = pair("Bert", pooler=True)
         ids = torch.arange(5, 13, device=report.device).view(1, 8)
         with torch.inference_mode(), torch.autocast(report.device, torch.bfloat16):
             mine, theirs = ([str(out.dtype) for out in model(ids).to_tuple()] for model in (ours, stock))
@@ -271,13 +273,13 @@ def models(report: Report) -> None:
 
 def _model_checks(small: bool) -> Iterator[tuple[str, torch.dtype, str, Tensor, Mapping[str, Any]]]:
     for dtype in DTYPES:
-        yield "BERT, full batch, backward", dtype, "Bert", _mask("full", small), {"pooler": True}
+        yield "BERT, full batch, backward", dtype, "Bert", _mask("full", small), {"pooler": True, "layers": 12}
     for dtype in (torch.bfloat16,) if small else DTYPES:
         for kind in ("right", "left", "holes", "empty row"):
             yield f"BERT, padding {kind}", dtype, "Bert", _mask(kind, small), {}
     for family in ("Roberta", "DistilBert"):
         for dtype in (torch.float32,) if small else DTYPES:
-            yield f"{family}, padding right", dtype, family, _mask("right", small), {"layers": 2}
+            yield f"{family}, padding right", dtype, family, _mask("right", small), {}
 
 
 def _mask(kind: str, small: bool) -> Tensor:
@@ -298,19 +300,27 @@ def _ids(mask: Tensor, vocab: int) -> Tensor:
     return torch.where(mask.bool(), ids, 1)
 
 
-def _pair(transformers, family: str, report: Report, layers: int | None = None, pooler: bool = False):
-    """Our model and stock's with the same random weights, biases and LayerNorms included; BERT-base sized on a GPU."""
-    width, depth = (48, 2) if report.rehearse else (768, layers or 12)
-    sizes = {"vocab_size": 99 if report.rehearse else 30522, "max_position_embeddings": 514}
+@functools.cache
+def _pair(family: str, device: str, small: bool, layers: int = 2, pooler: bool = False):
+    """Our model and stock's with the same random weights, biases and LayerNorms too; BERT-base's width unless small.
+
+    The vocabulary is small because a table's size proves nothing and costs seconds.
+    """
+    import transformers
+
+    width, heads, depth = (48, 3, 2) if small else (768, 12, layers)
     fields = (
-        {"dim": width, "n_layers": depth, "n_heads": width // 16, "hidden_dim": 4 * width}
+        {"dim": width, "n_layers": depth, "n_heads": heads, "hidden_dim": 4 * width}
         if family == "DistilBert"
-        else {"hidden_size": width, "num_hidden_layers": depth, "num_attention_heads": width // 16}
-        | {"intermediate_size": 4 * width, "pad_token_id": 1}
+        else {
+            "hidden_size": width,
+            "num_hidden_layers": depth,
+            "num_attention_heads": heads,
+            "intermediate_size": 4 * width,
+            "pad_token_id": 1,
+        }
     )
-    if not report.rehearse:
-        fields["n_heads" if family == "DistilBert" else "num_attention_heads"] = 12
-    config = getattr(transformers, f"{family}Config")(**sizes, **fields)
+    config = getattr(transformers, f"{family}Config")(vocab_size=99, max_position_embeddings=130, **fields)
     arguments = {} if family == "DistilBert" else {"add_pooling_layer": pooler}
     torch.manual_seed(0)
     stock = getattr(transformers, f"{family}Model")(config, **arguments)
@@ -319,7 +329,7 @@ def _pair(transformers, family: str, report: Report, layers: int | None = None, 
             parameter.add_(torch.randn_like(parameter), alpha=0.02)
     ours = getattr(bertfast, f"{family}Model")(stock.config, **arguments)
     ours.load_state_dict(stock.state_dict())
-    return ours.eval().to(report.device), stock.eval().to(report.device)
+    return ours.eval().to(device), stock.eval().to(device)
 
 
 def _checkpoint(report: Report, transformers, assert_models_within) -> None:

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from bertfast import backends
-from bertfast.benchmarks import device_check, device_stages, device_timings
+from bertfast.benchmarks import device_check, device_parity, device_stages, device_timings
+from helpers import tolerance
 from helpers.project import ROOT, copy_installation, copy_tree, run_python
 
 PROBES = """
@@ -225,6 +226,7 @@ def test_only_chooses_and_an_unknown_name_is_an_error(start, tmp_path):
     assert finish(start("good", options=("--only", "nowhere")))[0] == 2
 
 
+@pytest.mark.slow
 def test_rehearsal(tmp_path):
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "device_check.py"), "--rehearse"],
@@ -277,6 +279,32 @@ def test_torn_lines_are_passed_over(tmp_path):
     with path.open("a") as file:
         file.write('{"kind": "ite')
     assert [r["kind"] for r in device_check.read(path)] == ["item"]
+
+
+@pytest.mark.parametrize("op", backends.OPS)
+def test_full_size_cases_can_be_made_and_called(op):
+    made = device_parity.cases(op, small=False)
+    assert len(made) >= 3
+    for make in made.values():
+        case = make(torch.bfloat16)
+        with torch.no_grad():
+            assert all(out.isfinite().all() for out in case.ours(case.inputs, "torch").values())
+
+
+@pytest.mark.parametrize("op", [op for op in backends.OPS if op != "varlen_attention"])
+def test_cases_keep_to_one_device(op):
+    """On the meta device, as no GPU is here; varlen_attention reads lengths, which nothing there has."""
+    for make in device_parity.cases(op, small=True).values():
+        case = device_parity._on(make(torch.float32), "meta")
+        cotangents = {name: torch.empty_like(out) for name, out in case.ours(case.inputs, "torch").items()}
+        ours = tolerance.run(lambda inputs, case=case: case.ours(inputs, "torch"), case.inputs, cotangents)
+        inputs, upstream = tolerance.to_double(case.inputs), tolerance.to_double(cotangents)
+        exact = tolerance.run(case.exact, inputs, upstream)
+        noise = case.noise(inputs, upstream, exact, ours)
+        stocks = [tolerance.run(stock, case.inputs, cotangents) for stock in case.stocks()]
+        for results in (ours, exact, *stocks):
+            assert {out.device.type for out in results.values()} == {"meta"}
+        assert {noise[name].device.type for name in exact} == {"meta"}
 
 
 @pytest.mark.parametrize("batch", [1, 4, 32])
