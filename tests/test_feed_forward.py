@@ -44,7 +44,9 @@ def _softsign_like(x):
 
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize(
-    "activation", [*ACTIVATIONS, F.silu, torch.nn.GELU(approximate="tanh"), _softsign_like], ids=str
+    "activation",
+    [*ACTIVATIONS, F.silu, torch.nn.GELU(approximate="tanh"), _softsign_like],
+    ids=lambda a: str(a).split(" at ")[0],
 )
 @pytest.mark.parametrize(("backend", "dtype"), EVERY)
 def test_activations(backend, dtype, activation, grad):

@@ -1,0 +1,231 @@
+"""The ops under torch.compile and torch.export: whole graphs, equal results, one graph for all lengths."""
+
+import pytest
+import torch
+
+from bertfast import ops, use_backend
+from bertfast.packing import Packing
+from helpers.op_cases import random
+from helpers.tolerance import random_cotangents
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def numbers(seed, *shape):
+    return random(*shape, dtype=torch.float32, seed=seed)
+
+
+def _attention(tokens):
+    mask = torch.arange(tokens) < torch.tensor([[tokens], [tokens - 1]])
+    inputs = [numbers(seed, 2, 2, tokens, 8) for seed in range(3)]
+    return inputs, lambda q, k, v: ops.attention(q, k, v, mask.view(2, 1, 1, -1))
+
+
+def _causal(tokens):
+    bias = numbers(9, tokens, tokens).detach()
+    inputs = [numbers(seed, 2, 2, tokens, 8) for seed in range(3)]
+    return inputs, lambda q, k, v: ops.attention(q, k, v, bias, is_causal=True)
+
+
+def _varlen(tokens):
+    cu = torch.tensor([0, 2, 2, tokens], dtype=torch.int32)
+    inputs = [numbers(seed, tokens, 2, 8) for seed in range(3)]
+    return inputs, lambda q, k, v: ops.varlen_attention(q, k, v, cu, cu, tokens, tokens)
+
+
+def _add_layer_norm(tokens):
+    inputs = [numbers(0, tokens, 16), numbers(1, tokens, 16), *(numbers(seed, 16) for seed in range(2, 5))]
+    return inputs, lambda x, r, w, b, xb: ops.add_layer_norm(x, r, w, b, x_bias=xb, return_sum=True)
+
+
+def _linear_gelu(tokens):
+    return [numbers(0, tokens, 16), numbers(1, 24, 16), numbers(2, 24)], lambda x, w, b: ops.linear_gelu(x, w, b)
+
+
+def _feed_forward(tokens):
+    inputs = [numbers(0, tokens, 16), numbers(1, 24, 16), numbers(2, 24), numbers(3, 16, 24), numbers(4, 16)]
+    return inputs, lambda *args: ops.feed_forward(*args, "quick_gelu")
+
+
+def _embed_layer_norm(tokens):
+    ids = torch.arange(2 * tokens).view(2, tokens) % 9
+    inputs = [numbers(0, 9, 16), numbers(1, 64, 16), numbers(2, 2, 16), numbers(3, 16), numbers(4, 16)]
+    return inputs, lambda *tables: ops.embed_layer_norm(ids, ids % 2, None, *tables, padding_idx=0)
+
+
+CALLS = {
+    f.__name__.strip("_"): f
+    for f in (_attention, _causal, _varlen, _add_layer_norm, _linear_gelu, _feed_forward, _embed_layer_norm)
+}
+
+
+def results_of(function, inputs):
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    outputs = function(*leaves)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    upstream = random_cotangents({str(i): out for i, out in enumerate(outputs)})
+    torch.autograd.backward(outputs, list(upstream.values()))
+    return [*outputs, *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_whole_graph_forward_and_backward(name):
+    inputs, function = CALLS[name](7)
+    expected = results_of(function, inputs)
+    found = results_of(torch.compile(function, backend="aot_eager", fullgraph=True), inputs)
+    for ours, eager in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, eager, atol=1e-5, rtol=1e-5)
+    assert all(grad.any() for grad in found[1:])
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_whole_graph_without_gradients(name):
+    inputs, function = CALLS[name](7)
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        for ours, eager in zip(_tuple(compiled(*inputs)), _tuple(function(*inputs)), strict=True):
+            torch.testing.assert_close(ours, eager, atol=1e-5, rtol=1e-5)
+            assert not ours.requires_grad
+
+
+def _tuple(outputs):
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def _layer(x, residual, w, b, w_in, w_out):
+    hidden = ops.add_layer_norm(x, residual, w, b, dropout_p=0.0)
+    return ops.add_layer_norm(ops.feed_forward(hidden, w_in, None, w_out, None), hidden, w, b)
+
+
+def _layer_inputs(rows):
+    sizes = ((rows, 16), (rows, 16), (16,), (16,), (24, 16), (16, 24))
+    return [numbers(seed, *size) for seed, size in enumerate(sizes)]
+
+
+def test_inductor_forward_and_backward():
+    inputs = _layer_inputs(7)
+    expected = results_of(_layer, inputs)
+    for ours, eager in zip(results_of(torch.compile(_layer, fullgraph=True), inputs), expected, strict=True):
+        torch.testing.assert_close(ours, eager, atol=1e-4, rtol=1e-4)
+
+
+def counting():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    return graphs, backend
+
+
+ROWS = [5, 9, 2, 64, 33, 17, 128, 3, 100, 7, 255, 48]
+
+
+def test_one_graph_for_all_row_counts():
+    graphs, backend = counting()
+    compiled = torch.compile(_layer, backend=backend, fullgraph=True)
+    for rows in ROWS:
+        inputs = _layer_inputs(rows)
+        for rowwise in inputs[:2]:
+            torch._dynamo.mark_dynamic(rowwise, 0)
+        torch.testing.assert_close(compiled(*inputs), _layer(*inputs))
+    assert len(graphs) == 1
+
+
+def test_two_graphs_when_lengths_turn_out_to_vary():
+    graphs, backend = counting()
+    compiled = torch.compile(_layer, backend=backend, fullgraph=True)
+    for rows in ROWS:
+        compiled(*_layer_inputs(rows))
+    assert len(graphs) == 2
+
+
+def test_one_graph_for_all_sequence_lengths():
+    graphs, backend = counting()
+
+    def attend(q, k, v, mask):
+        return ops.attention(q, k, v, mask)
+
+    compiled = torch.compile(attend, backend=backend, fullgraph=True, dynamic=True)
+    for tokens in ROWS:
+        q, k, v = (numbers(seed, 2, 2, tokens, 8) for seed in range(3))
+        mask = (torch.arange(tokens) < torch.tensor([[tokens], [(tokens + 1) // 2]])).view(2, 1, 1, -1)
+        torch.testing.assert_close(compiled(q, k, v, mask), attend(q, k, v, mask))
+    assert len(graphs) == 1
+
+
+def test_one_graph_for_all_numbers_of_packed_tokens():
+    graphs, backend = counting()
+
+    def attend(q, k, v, cu, longest):
+        return ops.varlen_attention(q, k, v, cu, cu, longest, longest)
+
+    compiled = torch.compile(attend, backend=backend, fullgraph=True, dynamic=True)
+    for tokens in ROWS[:8]:
+        q, k, v = (numbers(seed, tokens + 2, 2, 8) for seed in range(3))
+        cu = torch.tensor([0, 2, tokens + 2], dtype=torch.int32)
+        expected = attend(q, k, v, cu, max(tokens, 2))
+        torch.testing.assert_close(compiled(q, k, v, cu, max(tokens, 2)), expected, atol=1e-5, rtol=1e-5)
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_export(name):
+    inputs, function = CALLS[name](7)
+
+    class Module(torch.nn.Module):
+        def forward(self, *args):
+            return function(*args)
+
+    program = torch.export.export(Module(), tuple(t.detach() for t in inputs))
+    found = program.module()(*(t.detach() for t in inputs))
+    for ours, eager in zip(_tuple(found), _tuple(function(*inputs)), strict=True):
+        torch.testing.assert_close(ours, eager, atol=1e-5, rtol=1e-5)
+
+
+def test_export_with_a_dynamic_number_of_rows():
+    class Module(torch.nn.Module):
+        def forward(self, *args):
+            return _layer(*args)
+
+    rows = torch.export.Dim("rows", min=0, max=4096)
+    arguments = tuple(t.detach() for t in _layer_inputs(7))
+    shapes = {"args": ({0: rows}, {0: rows}, None, None, None, None)}
+    program = torch.export.export(Module(), arguments, dynamic_shapes=shapes)
+    for count in (0, 1, 7, 100):
+        arguments = [t.detach() for t in _layer_inputs(count)]
+        torch.testing.assert_close(program.module()(*arguments), _layer(*arguments))
+
+
+def test_dropout_draws_anew_in_compiled_code_and_follows_manual_seed():
+    x, ones = numbers(0, 8, 64).detach(), torch.ones(64)
+    compiled = torch.compile(
+        lambda x: ops.add_layer_norm(x, x, ones, ones, dropout_p=0.5), backend="aot_eager", fullgraph=True
+    )
+    torch.manual_seed(1)
+    first, second = compiled(x), compiled(x)
+    torch.manual_seed(1)
+    assert torch.equal(first, compiled(x)) and not torch.equal(first, second)
+
+
+def test_a_pinned_backend_is_what_is_traced():
+    graphs, backend = counting()
+    inputs, function = CALLS["add_layer_norm"](7)
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    with use_backend("torch"):
+        compiled(*inputs)
+    assert "bertfast" not in graphs[0].code
+
+
+def test_packing_with_known_sizes_compiles():
+    mask = torch.tensor([[1, 1, 0], [1, 0, 1]])
+    packing = Packing.from_mask(mask)
+    x = numbers(0, 2, 3, 4)
+    compiled = torch.compile(lambda x: packing.repad(packing.unpad(x) * 2), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), 2 * x * mask.unsqueeze(-1))
