@@ -242,7 +242,8 @@ def _share_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def _bits(t: Tensor) -> Tensor:
-    return t.detach().contiguous().view(torch.uint8) if t.dim() else t.detach().reshape(1).view(torch.uint8)
+    t = t.detach().reshape(-1)
+    return t.new_empty(t.shape).copy_(t).view(torch.uint8)
 
 
 def assert_models_within(
