@@ -25,7 +25,7 @@ def fresh_dynamo():
 
 
 def batch(name, rows, length, kind="right", seed=0):
-    """Inputs of any size; `left` leaves the first token of the second row out, `right` the last of every row but one."""
+    """Inputs of any size, with rows of different lengths padded on the `kind` side."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(2, 61, (rows, length), generator=generator)
     lengths = torch.arange(rows) % (length - 1) + 1
@@ -123,7 +123,9 @@ def test_other_inputs_compile(form):
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     got = compiled(**inputs, output_hidden_states=True, output_attentions=True)
     wanted = model(**inputs, output_hidden_states=True, output_attentions=True)
-    for mine, theirs in zip((*got.hidden_states, *got.attentions), (*wanted.hidden_states, *wanted.attentions), strict=True):
+    for mine, theirs in zip(
+        (*got.hidden_states, *got.attentions), (*wanted.hidden_states, *wanted.attentions), strict=True
+    ):
         assert_close(mine, theirs, form)
 
 

@@ -51,7 +51,9 @@ def test_forward_hooks_on_leaves_run_and_change_the_result(name, leaf, seen):
         shapes.append(tuple(output.shape[:2]))
         return output * 1.5 + 0.1
 
-    handles = [layer_of(one, name).get_submodule(path_of(name, leaf)).register_forward_hook(hook) for one in (model, stock)]
+    handles = [
+        layer_of(one, name).get_submodule(path_of(name, leaf)).register_forward_hook(hook) for one in (model, stock)
+    ]
     after = assert_same(model, stock, inputs).logits
     assert shapes == [(3, 7)] * 2
     assert (after - before)[mask_of("holes").bool()].abs().max() > 1e-6
@@ -117,7 +119,9 @@ def test_hooks_outside_the_encoder_do_not_keep_padding(name, seen):
     calls = []
     model.register_forward_hook(lambda *_: calls.append("model"))
     model.base_model.register_forward_pre_hook(lambda *_: calls.append("base"))
-    (model.cls if name == "BertForMaskedLM" else model.vocab_projector).register_forward_hook(lambda *_: calls.append("head"))
+    (model.cls if name == "BertForMaskedLM" else model.vocab_projector).register_forward_hook(
+        lambda *_: calls.append("head")
+    )
     model(**inputs_of(name, "holes"))
     assert calls == ["base", "head", "model"]
     assert seen == PACKED
@@ -265,7 +269,9 @@ def test_parametrisations_take_effect_and_are_trained(name, leaf):
     stock, model = pair(name)
     before = model(**inputs_of(name, "right")).logits.detach()
     for one in (model, stock):
-        parametrize.register_parametrization(layer_of(one, name).get_submodule(path_of(name, leaf)), "weight", Doubled())
+        parametrize.register_parametrization(
+            layer_of(one, name).get_submodule(path_of(name, leaf)), "weight", Doubled()
+        )
     after = assert_same(model, stock, inputs_of(name, "right"), rows=mask_of("right")).logits
     # Doubled keys and queries shift a softmax; anything else moves the logits as well.
     assert (after - before).abs().max() > 1e-6

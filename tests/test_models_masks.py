@@ -257,7 +257,19 @@ def test_masks_in_half_precision_and_float32(unpad):
 def test_wrong_shapes_are_named():
     _, model = pair("BertModel")
     inputs = inputs_of("BertModel")
-    for shape in ((7,), (3, 6), (2, 7), (7, 3), (2, 7, 7), (3, 7, 6), (3, 6, 7), (3, 1, 7, 8), (2, 1, 7, 7), (1, 3, 1, 7, 7), ()):
+    for shape in (
+        (7,),
+        (3, 6),
+        (2, 7),
+        (7, 3),
+        (2, 7, 7),
+        (3, 7, 6),
+        (3, 6, 7),
+        (3, 1, 7, 8),
+        (2, 1, 7, 7),
+        (1, 3, 1, 7, 7),
+        (),
+    ):
         with pytest.raises(ValueError, match="attention_mask|attn_mask") as error:
             model(**inputs, attention_mask=torch.ones(shape))
         assert str(shape) in str(error.value), error.value
@@ -269,7 +281,10 @@ def test_masks_are_not_written_to():
     for name in BASES:
         _, model = pair(name)
         inputs = inputs_of(name, "holes")
-        for mask in (*forms_of(inputs["attention_mask"]).values(), *forms_of(inputs["attention_mask"].double()).values()):
+        for mask in (
+            *forms_of(inputs["attention_mask"]).values(),
+            *forms_of(inputs["attention_mask"].double()).values(),
+        ):
             before = mask.clone()
             model(**{**inputs, "attention_mask": mask})
             assert torch.equal(mask, before)

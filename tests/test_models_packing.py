@@ -22,7 +22,12 @@ from helpers.models import (
     pair,
 )
 
-TOKEN_HEADS = ["BertForMaskedLM", "BertForTokenClassification", "RobertaForMaskedLM", "DistilBertForTokenClassification"]
+TOKEN_HEADS = [
+    "BertForMaskedLM",
+    "BertForTokenClassification",
+    "RobertaForMaskedLM",
+    "DistilBertForTokenClassification",
+]
 FIRST_TOKEN = [
     "BertModel",
     "BertForPreTraining",
@@ -61,7 +66,9 @@ def test_layers_see_only_real_tokens_and_padded_rows_are_zero(name, kind, seen, 
     embedded = []
     forward = FusedBertEmbeddings.forward
     monkeypatch.setattr(
-        FusedBertEmbeddings, "forward", lambda self, ids, *rest: (embedded.append(tuple(ids.shape)), forward(self, ids, *rest))[1]
+        FusedBertEmbeddings,
+        "forward",
+        lambda self, ids, *rest: (embedded.append(tuple(ids.shape)), forward(self, ids, *rest))[1],
     )
     inputs = inputs_of(name, kind)
     mask = inputs["attention_mask"]
@@ -127,7 +134,9 @@ def test_choices_with_a_masked_first_token_keep_padding(name, seen):
     assert seen == [(6, 7, 24)] * 2 + [(1, 2 * int(mask_of("right").sum()), 24)] * 2
 
 
-@pytest.mark.parametrize("name", ["BertForQuestionAnswering", "RobertaForQuestionAnswering", "DistilBertForQuestionAnswering"])
+@pytest.mark.parametrize(
+    "name", ["BertForQuestionAnswering", "RobertaForQuestionAnswering", "DistilBertForQuestionAnswering"]
+)
 @pytest.mark.parametrize("kind", ["right", "left", "holes"])
 def test_question_answering_with_positions_keeps_padding(name, kind, seen):
     stock, model = pair(name)
@@ -275,7 +284,13 @@ def reads(monkeypatch):
 
 @pytest.mark.parametrize(
     "name",
-    ["BertModel", "BertForPreTraining", "BertForMaskedLM", "RobertaForSequenceClassification", "DistilBertForQuestionAnswering"],
+    [
+        "BertModel",
+        "BertForPreTraining",
+        "BertForMaskedLM",
+        "RobertaForSequenceClassification",
+        "DistilBertForQuestionAnswering",
+    ],
 )
 def test_one_transfer_per_forward_and_none_without_a_mask(name, reads):
     _, model = pair(name)

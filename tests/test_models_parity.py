@@ -19,14 +19,30 @@ ANSWERERS = [head for head in ALL_HEADS if head.endswith("ForQuestionAnswering")
 MASKED_LM = [head for head in ALL_HEADS if head.endswith(("ForMaskedLM", "ForPreTraining"))]
 
 
+# For the tolerance: over few tokens and a narrow model the largest of stock's errors is a matter of luck.
+WIDER = {"hidden_size": 60, "num_attention_heads": 4, "intermediate_size": 100}
+SHAPE = (15, 14)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", ALL_HEADS)
 def test_every_head_within_tolerance(name, dtype):
-    stock, model = pair(name, dtype=dtype)
-    assert_models_within(model, stock, {**inputs_of(name), **labels_of(name)}, dtype=dtype)
-    mask = mask_of("right")
+    stock, model = pair(name, dtype=dtype, **WIDER)
+    assert_models_within(model, stock, {**inputs_of(name, shape=SHAPE), **labels_of(name, shape=SHAPE)}, dtype=dtype)
+    mask = mask_of("right").repeat(5, 2)
     inputs = {**inputs_of(name, mask, seed=1), **labels_of(name, mask, seed=1)}
     assert_models_within(model.train(), stock.train(), inputs, dtype=dtype, real=mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", ALL_HEADS)
+def test_every_head_within_tolerance_without_gradients(name, dtype):
+    """Backends that only serve inference are chosen here."""
+    stock, model = pair(name, dtype=dtype, **WIDER)
+    mask = mask_of("right").repeat(5, 2)
+    with torch.no_grad():
+        assert_models_within(model, stock, inputs_of(name, shape=SHAPE), dtype=dtype, backward=False)
+        assert_models_within(model, stock, inputs_of(name, mask, 1), dtype=dtype, real=mask, backward=False)
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
@@ -60,7 +76,8 @@ def test_every_head_in_float64(name, padding, training):
 def test_odd_sizes(name, sizes):
     stock, model = pair(name, **sizes)
     assert_same(model, stock, inputs_of(name, "holes"), rows=mask_of("holes"))
-    assert_models_within(model, stock, inputs_of(name), dtype=torch.float32)
+    with torch.no_grad():
+        assert_models_within(model, stock, inputs_of(name, shape=SHAPE), dtype=torch.float32, backward=False)
 
 
 ACTIVATIONS = [

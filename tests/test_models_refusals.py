@@ -29,7 +29,13 @@ CONFIGS = {"BertModel": BertConfig, "RobertaModel": RobertaConfig, "DistilBertMo
 )
 @pytest.mark.parametrize("name", BASES)
 def test_configurations(name, fields, message):
-    sizes = {"vocab_size": 61, "hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 1, "intermediate_size": 40}
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 24,
+        "num_attention_heads": 3,
+        "num_hidden_layers": 1,
+        "intermediate_size": 40,
+    }
     with pytest.raises(ValueError, match=message):
         ours(name)(CONFIGS[name](**{**sizes, **fields}))
 
@@ -80,7 +86,8 @@ def test_ids_and_embeddings_together_or_neither(name):
 
 @pytest.mark.parametrize("padding", [None, "right"])
 @pytest.mark.parametrize(
-    ("argument", "value"), [("input_ids", 61), ("input_ids", -1), ("token_type_ids", 2), ("position_ids", 22), ("position_ids", -3)]
+    ("argument", "value"),
+    [("input_ids", 61), ("input_ids", -1), ("token_type_ids", 2), ("position_ids", 22), ("position_ids", -3)],
 )
 def test_ids_outside_their_tables(argument, value, padding):
     _, model = pair("BertModel")
@@ -157,7 +164,9 @@ def test_wrong_width_and_dtypes():
         model(torch.zeros(3, 7))
     with pytest.raises(TypeError, match="token_type_ids must be int32 or int64"):
         model(**{**inputs_of("BertModel"), "token_type_ids": torch.zeros(3, 7)})
-    assert torch.equal(model(inputs_of("BertModel")["input_ids"].int())[0], model(inputs_of("BertModel")["input_ids"])[0])
+    assert torch.equal(
+        model(inputs_of("BertModel")["input_ids"].int())[0], model(inputs_of("BertModel")["input_ids"])[0]
+    )
 
 
 @pytest.mark.parametrize("padding", [None, "right"])

@@ -100,7 +100,11 @@ def test_dropout_masks_differ_between_layers_and_have_the_rate(where, padding):
     """The bias of one linear layer outweighs everything, so that LayerNorm's input shows which elements were kept."""
     p, width = 0.25, 512
     config = tiny_stock_config(
-        "BertModel", hidden_size=width, num_attention_heads=4, num_hidden_layers=3, **dropout_fields("BertModel", 0.0, 0.0)
+        "BertModel",
+        hidden_size=width,
+        num_attention_heads=4,
+        num_hidden_layers=3,
+        **dropout_fields("BertModel", 0.0, 0.0),
     )
     model = ours("BertModel")(config).train()
     norms = []
@@ -233,7 +237,8 @@ def test_checkpointing_is_off_in_eval_mode_and_with_frozen_embeddings_it_trains(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 @pytest.mark.parametrize(
-    "frozen", ["embeddings", "layer.0", "LayerNorm", "bias", "query", "word_embeddings", "weight", "layer.1.output", "dense"]
+    "frozen",
+    ["embeddings", "layer.0", "LayerNorm", "bias", "query", "word_embeddings", "weight", "layer.1.output", "dense"],
 )
 def test_frozen_parameters_get_no_gradient_and_change_no_other(frozen, dtype):
     stock, model = pair("BertForSequenceClassification", dtype=dtype)
@@ -257,7 +262,9 @@ def test_only_the_embeddings_given_are_trained():
     for one in (model, stock):
         one.requires_grad_(False)
         leaf = embeds.clone().requires_grad_()
-        one(inputs_embeds=leaf, attention_mask=mask_of("holes"), **labels_of("BertForMaskedLM", "holes")).loss.backward()
+        one(
+            inputs_embeds=leaf, attention_mask=mask_of("holes"), **labels_of("BertForMaskedLM", "holes")
+        ).loss.backward()
         results.append(leaf.grad)
         assert not gradients(one)
     assert_close(*results, "inputs_embeds")
@@ -335,7 +342,9 @@ def test_autocast_dtypes_are_those_of_stock(name):
         assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("name", ["BertForSequenceClassification", "RobertaForMaskedLM", "DistilBertForTokenClassification"])
+@pytest.mark.parametrize(
+    "name", ["BertForSequenceClassification", "RobertaForMaskedLM", "DistilBertForTokenClassification"]
+)
 def test_autocast_is_as_exact_as_stock(name):
     mask = mask_of("right")
     inputs = {**inputs_of(name, mask), **labels_of(name, mask)}
@@ -396,7 +405,9 @@ def saved_and_loaded(model):
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), saved_and_loaded], ids=["deepcopy", "pickle", "save"]
+    "copied",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), saved_and_loaded],
+    ids=["deepcopy", "pickle", "save"],
 )
 @pytest.mark.parametrize("name", ["BertForPreTraining", "RobertaForSequenceClassification", "DistilBertForMaskedLM"])
 def test_copies_of_models_run_alike_and_apart(name, copied, checkpointed):

@@ -177,7 +177,14 @@ def test_feed_forward(activation, function):
 def as_torch_layer(layer, activation=F.gelu, eps=1e-12):
     """An nn.TransformerEncoderLayer with the weights of a BertEncoderLayer."""
     stock = nn.TransformerEncoderLayer(
-        WIDTH, HEADS, INNER, dropout=0.0, activation=activation, layer_norm_eps=eps, batch_first=True, dtype=torch.float64
+        WIDTH,
+        HEADS,
+        INNER,
+        dropout=0.0,
+        activation=activation,
+        layer_norm_eps=eps,
+        batch_first=True,
+        dtype=torch.float64,
     )
     query, key, value, attention_out, attention_norm, ffn_in, ffn_out, ffn_norm = layer._leaves()
     with torch.no_grad():
@@ -260,7 +267,9 @@ def test_packed_encoder_compiles_once_for_any_number_of_tokens():
 @pytest.mark.parametrize("types", [2, 0])
 @pytest.mark.parametrize("follow", [False, True])
 def test_embeddings(types, follow):
-    module = random_(FusedBertEmbeddings(61, 22, WIDTH, types, pad_token_id=1, positions_follow_padding=follow, eps=1e-5))
+    module = random_(
+        FusedBertEmbeddings(61, 22, WIDTH, types, pad_token_id=1, positions_follow_padding=follow, eps=1e-5)
+    )
     ids = torch.tensor([[5, 1, 7, 8], [1, 1, 9, 60]])
     token_types = torch.tensor([[0, 1, 1, 0], [1, 0, 0, 1]]) if types else None
     positions = torch.tensor([[2, 1, 3, 4], [1, 1, 2, 3]]) if follow else torch.arange(4).expand(2, 4)

@@ -45,13 +45,24 @@ def mask_of(kind: str) -> Tensor:
     return torch.tensor(PADDING[kind])
 
 
-def inputs_of(name: str, mask: Tensor | str | None = None, seed: int = 0, types: bool = True) -> dict[str, Tensor]:
-    """Inputs without labels: (3, 7), for multiple choice (3, 2, 7); padding is the family's padding token."""
-    generator = torch.Generator().manual_seed(seed)
+def _shape(mask: Tensor | str | None, shape: tuple[int, int]) -> tuple[Tensor | None, tuple[int, int]]:
     mask = mask_of(mask) if isinstance(mask, str) else mask
-    if mask is not None and "MultipleChoice" in name:
-        mask = torch.stack([mask, mask.flip(0)], dim=1)
-    shape = (3, 2, 7) if "MultipleChoice" in name else (3, 7)
+    return mask, shape if mask is None else tuple(mask.shape)
+
+
+def inputs_of(
+    name: str,
+    mask: Tensor | str | None = None,
+    seed: int = 0,
+    types: bool = True,
+    shape: tuple[int, int] = (3, 7),
+) -> dict[str, Tensor]:
+    """Inputs without labels, in the mask's shape (for multiple choice (B, 2, S)); padding has the padding token."""
+    generator = torch.Generator().manual_seed(seed)
+    mask, shape = _shape(mask, shape)
+    if "MultipleChoice" in name:
+        mask = None if mask is None else torch.stack([mask, mask.flip(0)], dim=1)
+        shape = (shape[0], 2, shape[1])
     padding = 1 if family_of(own_name(name)) == "roberta" else 0
     ids = torch.randint(2, VOCAB, shape, generator=generator)
     inputs = {"input_ids": ids if mask is None else torch.where(mask.bool(), ids, padding)}
@@ -62,17 +73,24 @@ def inputs_of(name: str, mask: Tensor | str | None = None, seed: int = 0, types:
     return inputs
 
 
-def labels_of(name: str, mask: Tensor | str | None = None, seed: int = 0, num_labels: int = 2) -> dict[str, Tensor]:
+def labels_of(
+    name: str,
+    mask: Tensor | str | None = None,
+    seed: int = 0,
+    num_labels: int = 2,
+    shape: tuple[int, int] = (3, 7),
+) -> dict[str, Tensor]:
     """Labels for `inputs_of`; per-token ones are ignored on padding and on every third token."""
     generator = torch.Generator().manual_seed(seed + 1)
-    mask = mask_of(mask) if isinstance(mask, str) else mask
-    real = torch.ones(3, 7, dtype=torch.bool) if mask is None else mask.bool()
-    kept = real & (torch.arange(21).view(3, 7) % 3 != 1)
+    mask, (batch, length) = _shape(mask, shape)
+    kept = torch.arange(batch * length).view(batch, length) % 3 != 1
+    if mask is not None:
+        kept &= mask.bool()
 
     def tokens(classes: int) -> Tensor:
-        return torch.where(kept, torch.randint(0, classes, (3, 7), generator=generator), -100)
+        return torch.where(kept, torch.randint(0, classes, kept.shape, generator=generator), -100)
 
-    whole = torch.randint(0, num_labels, (3,), generator=generator)
+    whole = torch.randint(0, num_labels, (batch,), generator=generator)
     if name.endswith("ForPreTraining"):
         return {"labels": tokens(VOCAB), "next_sentence_label": whole}
     if name.endswith("ForMaskedLM"):
@@ -80,8 +98,8 @@ def labels_of(name: str, mask: Tensor | str | None = None, seed: int = 0, num_la
     if name.endswith("ForTokenClassification"):
         return {"labels": tokens(num_labels)}
     if name.endswith("ForQuestionAnswering"):
-        starts = torch.tensor([0, 1, 0])
-        return {"start_positions": starts, "end_positions": starts + torch.tensor([3, 1, 0])}
+        starts = torch.arange(batch) % 2
+        return {"start_positions": starts, "end_positions": starts + (torch.arange(batch) + 1) % 4}
     return {} if name.endswith("Model") else {"labels": whole}
 
 
