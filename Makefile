@@ -4,10 +4,11 @@
 # make clean   remove what the above made
 #
 # PYTHON chooses the interpreter of .venv; PIP_ARGS goes to every pip install (an index, a proxy, a find-links folder);
-# BERTFAST_BUILD, CXX and MAX_JOBS reach setup.py; ARGS goes to pytest.
+# BERTFAST_BUILD, CXX and MAX_JOBS reach setup.py; JOBS test processes run side by side; ARGS goes to pytest.
 
 PYTHON ?= python3
 PIP_ARGS ?=
+JOBS ?= auto
 ARGS ?=
 
 BIN := .venv/bin
@@ -25,7 +26,7 @@ demo: $(READY)
 	$(BIN)/bertfast check "$$checkpoint/model" --input benchmarks/data/sentences.txt
 
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
