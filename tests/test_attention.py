@@ -394,7 +394,11 @@ def _arguments(**changes):
             ValueError,
             "key must have the query's 3 heads",
         ),
-        ({"key": torch.ones(2, 3, 4, 8).half()}, ValueError, "key must have the query's dtype torch.float32"),
+        (
+            {"key": torch.ones(2, 3, 4, 8).half()},
+            ValueError,
+            "key must have the dtype torch.float32 of query, got torch.float16",
+        ),
         ({"query": torch.ones(2, 3, 4, 8, dtype=torch.long)}, TypeError, "query must be a floating point tensor"),
         ({"value": torch.ones(2, 3, 4, 8, device="meta")}, ValueError, "value is on meta, expected cpu"),
         ({"attn_mask": torch.ones(4, dtype=torch.bool)}, ValueError, "attn_mask must have at least 2"),

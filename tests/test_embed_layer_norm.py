@@ -1,9 +1,13 @@
 """embed_layer_norm on every backend: gathers, padding rows, optional ids, dropout, errors."""
 
+import importlib
+import types
+
 import pytest
 import torch
 
 from bertfast import BackendError, ops
+from bertfast.ops._checks import values_are_checked
 from helpers import poison
 from helpers.op_cases import ALL_DTYPES, EmbedLayerNorm, backends_for, random, seed_tensor
 from helpers.poison import LAYOUTS, poisoned_memory  # noqa: F401
@@ -116,6 +120,15 @@ def test_dropout_follows_manual_seed(backend):
     assert torch.equal(first, whole.ours(whole.inputs, backend)["out"]) and not torch.equal(first, second)
 
 
+@pytest.mark.parametrize(("row", "padding_idx"), [(0, -9), (8, -1), (8, 8)])
+def test_padding_rows_may_be_counted_from_the_end(row, padding_idx):
+    word = random(9, 4, dtype=torch.float32, seed=0)
+    indices = torch.tensor([[row, 3, row]])
+    arguments = _arguments(word=word, input_ids=indices, token_type_ids=None, padding_idx=padding_idx)
+    ops.embed_layer_norm(**arguments).backward(random(1, 3, 4, dtype=torch.float32, seed=1, grad=False))
+    assert not word.grad[row].any() and word.grad[3].any()
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tables_of_several_dtypes(backend):
     whole = case(3, 7, width=16, dtype=torch.bfloat16)
@@ -157,6 +170,8 @@ def _one(value):
         ({"input_ids": _one(1.0)}, TypeError, "input_ids must be int32 or int64, got torch.float32"),
         ({"input_ids": _one(1).short()}, TypeError, "input_ids must be int32 or int64, got torch.int16"),
         ({"position": torch.ones(6, 3)}, ValueError, r"position must have shape \(rows, 4\), got \(6, 3\)"),
+        ({"padding_idx": 9}, ValueError, "padding_idx must be a row of a table of 9, got 9"),
+        ({"position_padding_idx": -7}, ValueError, "position_padding_idx must be a row of a table of 6, got -7"),
         ({"weight": torch.ones(5)}, ValueError, r"weight must have shape \(4,\), got \(5,\)"),
         ({"token_type": None}, ValueError, "token_type_ids were given, but there is no token_type table"),
         ({"token_type_ids": ids(2, 4, high=2)}, ValueError, r"token_type_ids must broadcast to \(2, 5\), got \(2, 4\)"),
@@ -173,3 +188,33 @@ def _one(value):
 def test_wrong_arguments(changes, error, message):
     with pytest.raises(error, match=message):
         ops.embed_layer_norm(**_arguments(**changes))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("argument", ["input_ids", "token_type_ids", "position_ids"])
+@pytest.mark.parametrize("value", [-1, 9])
+def test_where_values_are_not_looked_at_a_wrong_id_makes_its_row_nan(argument, value, backend, monkeypatch):
+    """As on a GPU: the table is not read outside, and no other row changes."""
+    good = _arguments(position_ids=ids(2, 5, high=6, seed=3), backend=backend)
+    expected = ops.embed_layer_norm(**good)
+    for module in ("_checks", "embed_layer_norm"):
+        name = f"bertfast.ops.{module}"
+        monkeypatch.setattr(importlib.import_module(name), "values_are_checked", lambda tensor: False)
+    wrong = good[argument].clone()
+    wrong[1, 3] = value
+    out = ops.embed_layer_norm(**{**good, argument: wrong})
+    assert out[1, 3].isnan().all()
+    out[1, 3] = expected[1, 3]
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("device", "switch", "checked"),
+    [("cpu", None, True), ("cpu", "0", True), ("cuda", None, False), ("cuda", "0", False), ("cuda", "1", True)],
+)
+def test_the_validation_switch(device, switch, checked, monkeypatch):
+    monkeypatch.delenv("BERTFAST_VALIDATE", raising=False)
+    if switch is not None:
+        monkeypatch.setenv("BERTFAST_VALIDATE", switch)
+    tensor = types.SimpleNamespace(device=torch.device(device), is_meta=False)
+    assert values_are_checked(tensor) is checked

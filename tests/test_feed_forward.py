@@ -136,6 +136,12 @@ def _arguments(**changes):
         ({"w_out": torch.ones(7, 6)}, ValueError, r"w_out must have shape \(N_out, 5\), got \(7, 6\)"),
         ({"w_out": torch.ones(5)}, ValueError, r"w_out must have shape \(N_out, 5\)"),
         ({"b_out": torch.ones(5)}, ValueError, r"b_out must have shape \(7,\), got \(5,\)"),
+        (
+            {"w_in": torch.ones(5, 8).half()},
+            ValueError,
+            "w_in must have the dtype torch.float32 of x, got torch.float16",
+        ),
+        ({"b_out": torch.ones(7).double()}, ValueError, "b_out must have the dtype torch.float32 of x"),
         ({"x": torch.ones(2, 8).long()}, TypeError, "x must be a floating point tensor"),
         ({"w_out": torch.ones(7, 5).long()}, TypeError, "w_out must be a floating point tensor"),
         ({"w_out": torch.ones(7, 5, device="meta")}, ValueError, "w_out is on meta, expected cpu"),

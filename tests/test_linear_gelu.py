@@ -122,6 +122,12 @@ def _arguments(**changes):
         ({"weight": torch.ones(5, 7)}, ValueError, r"weight must have shape \(N, 8\), got \(5, 7\)"),
         ({"weight": torch.ones(8)}, ValueError, r"weight must have shape \(N, 8\), got \(8,\)"),
         ({"bias": torch.ones(8)}, ValueError, r"bias must have shape \(5,\), got \(8,\)"),
+        (
+            {"weight": torch.ones(5, 8).half()},
+            ValueError,
+            "weight must have the dtype torch.float32 of x, got torch.float16",
+        ),
+        ({"bias": torch.ones(5).double()}, ValueError, "bias must have the dtype torch.float32 of x"),
         ({"x": torch.ones(2, 8).long()}, TypeError, "x must be a floating point tensor"),
         ({"x": torch.ones(())}, ValueError, "x must have at least 1"),
         ({"bias": torch.ones(5, device="meta")}, ValueError, "bias is on meta, expected cpu"),

@@ -24,6 +24,14 @@ def check_tensors(names: tuple[str, ...], *tensors: Tensor | None) -> None:
             raise ValueError(f"{name} is on {tensor.device}, expected {device}, the device of {names[0]}")
 
 
+def check_same_dtype(names: tuple[str, ...], *tensors: Tensor | None) -> None:
+    """Raises ValueError unless all tensors (None where an optional one is absent) have the dtype of the first."""
+    dtype = tensors[0].dtype
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor is not None and tensor.dtype != dtype:
+            raise ValueError(f"{name} must have the dtype {dtype} of {names[0]}, got {tensor.dtype}")
+
+
 def check_device(name: str, tensor: Tensor | None, device: torch.device) -> None:
     """Raises ValueError unless `tensor` (if any) lives on `device`."""
     if tensor is not None and tensor.device != device:

@@ -15,7 +15,7 @@ from bertfast import reference
 from bertfast.backends import Capability, choose, describe, needs_grad, register
 from bertfast.dropout import check_probability, dropout_mask
 from bertfast.ops._autocast import to_autocast
-from bertfast.ops._checks import check_device, check_rank, check_tensors
+from bertfast.ops._checks import check_device, check_rank, check_same_dtype, check_tensors
 
 
 def mask_kind(attn_mask: Tensor | None) -> str:
@@ -44,7 +44,18 @@ def _bias_like(attn_mask: Tensor, query: Tensor) -> Tensor:
     return torch.where(attn_mask.isinf(), attn_mask, finite).to(query.dtype)
 
 
-def sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, seed, bottom_right=False, enable_gqa=False):
+def sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    seed: Tensor | None,
+    bottom_right: bool = False,
+    enable_gqa: bool = False,
+) -> Tensor:
     """Stock scaled_dot_product_attention with a mask and causality together, and with a replayed dropout mask."""
     if is_causal and (attn_mask is not None or (bottom_right and query.shape[-2] != key.shape[-2])):
         visible = causal_mask(query.shape[-2], key.shape[-2], query.device, bottom_right)
@@ -100,7 +111,9 @@ def attention(
 
     Equivalent PyTorch::
 
-        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
 
     and beyond it: a row without any key gives 0 and passes 0 gradients on every backend, `attn_mask` and
     `is_causal` may be given together, and a float mask may have any floating point dtype.
@@ -120,7 +133,7 @@ def attention(
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, `dropout_p` outside [0, 1].
-        TypeError: a mask that is neither bool nor floating point.
+        TypeError: an input that is not floating point, a mask that is neither that nor bool.
         BackendError: `backend` cannot serve these inputs.
     """
     check_probability(dropout_p)
@@ -131,7 +144,7 @@ def attention(
             raise ValueError(f"{name} must have shape (B, H, S, D), got {tuple(tensor.shape)}")
     check_attention_shapes(query, key, value, enable_gqa, heads_dim=1)
     query, key, value = to_autocast(query, key, value)
-    check_same_dtype(query, key, value)
+    check_same_dtype(("query", "key", "value"), query, key, value)
     kind = mask_kind(attn_mask)
     if attn_mask is not None:
         _check_mask_shape(attn_mask, (*query.shape[:3], key.shape[2]))
@@ -160,13 +173,6 @@ def check_attention_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa
     heads_q, heads_k = query.shape[heads_dim], key.shape[heads_dim]
     if heads_q != heads_k and not (enable_gqa and heads_k and heads_q % heads_k == 0):
         raise ValueError(f"key must have the query's {heads_q} heads, got {heads_k} (enable_gqa={enable_gqa})")
-
-
-def check_same_dtype(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raises ValueError unless key and value have the query's dtype."""
-    for name, tensor in (("key", key), ("value", value)):
-        if tensor.dtype != query.dtype:
-            raise ValueError(f"{name} must have the query's dtype {query.dtype}, got {tensor.dtype}")
 
 
 def _check_mask_shape(attn_mask: Tensor, full: tuple[int, ...]) -> None:

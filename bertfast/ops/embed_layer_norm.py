@@ -106,7 +106,9 @@ def embed_layer_norm(
         (..., S, N) in the promoted dtype of the tables.
 
     Raises:
-        ValueError: shapes or devices that do not fit, both or neither of `input_ids` and `inputs_embeds`.
+        ValueError: shapes or devices that do not fit, both or neither of `input_ids` and `inputs_embeds`, a padding row
+            outside its table, `dropout_p` outside [0, 1].
+        TypeError: tables or embeddings that are not floating point, ids that are not int32 or int64.
         IndexError: an id outside its table. On a GPU and in a trace values are not looked at, and such an id makes its
             row NaN; `BERTFAST_VALIDATE=1` has them looked at on a GPU.
         BackendError: `backend` cannot serve these inputs.
@@ -123,6 +125,12 @@ def embed_layer_norm(
     for name, table in (("word", word), ("position", position), ("token_type", token_type)):
         if table is not None and (table.dim() != 2 or table.shape[1] != width):
             raise ValueError(f"{name} must have shape (rows, {width}), got {tuple(table.shape)}")
+    for name, row, table in (
+        ("padding_idx", padding_idx, word),
+        ("position_padding_idx", position_padding_idx, position),
+    ):
+        if row is not None and not -table.shape[0] <= row < table.shape[0]:
+            raise ValueError(f"{name} must be a row of a table of {table.shape[0]}, got {row}")
     check_shape("weight", weight, (width,))
     check_shape("bias", bias, (width,))
     if token_type_ids is not None and token_type is None:

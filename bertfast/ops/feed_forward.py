@@ -13,7 +13,7 @@ from bertfast.activations import GELU_FORMS, Activation, get_activation
 from bertfast.backends import FLOAT, Capability, choose, describe, needs_grad, register
 from bertfast.dropout import apply_dropout, check_probability
 from bertfast.ops._autocast import to_autocast
-from bertfast.ops._checks import check_shape, check_tensors
+from bertfast.ops._checks import check_same_dtype, check_shape, check_tensors
 from bertfast.ops._library import extension_unavailable
 from bertfast.ops.linear_gelu import check_linear, linear_gelu_fwd
 
@@ -49,7 +49,7 @@ def feed_forward(
     Args:
         x: (..., N) fp16, bf16, fp32 or fp64.
         w_in, b_in: (F, N) and (F,) or None.
-        w_out, b_out: (N_out, F) and (N_out,) or None.
+        w_out, b_out: (N_out, F) and (N_out,) or None. All are in the dtype of `x` (autocast makes it so).
         activation: a configuration name such as `"gelu"` (exact, by erf), or a callable.
         dropout_p: dropout of the activated intermediate, applied whenever it is above 0 (BERT drops behind the second
             GEMM instead: that is `add_layer_norm`'s `dropout_p`).
@@ -60,7 +60,8 @@ def feed_forward(
         (..., N_out) in the dtype of `x` (autocast's dtype under autocast).
 
     Raises:
-        ValueError: shapes or devices that do not fit, an unknown activation, `dropout_p` outside [0, 1].
+        ValueError: shapes, dtypes or devices that do not fit, an unknown activation, `dropout_p` outside [0, 1].
+        TypeError: an input that is not floating point.
         BackendError: `backend` cannot serve these inputs.
     """
     check_probability(dropout_p)
@@ -71,6 +72,7 @@ def feed_forward(
         raise ValueError(f"w_out must have shape (N_out, {w_in.shape[0]}), got {tuple(w_out.shape)}")
     check_shape("b_out", b_out, (w_out.shape[0],))
     x, w_in, b_in, w_out, b_out = to_autocast(x, w_in, b_in, w_out, b_out)
+    check_same_dtype(("x", "w_in", "b_in", "w_out", "b_out"), x, w_in, b_in, w_out, b_out)
     call = describe(
         "feed_forward",
         (x, w_in, b_in, w_out, b_out),

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from bertfast.backends import FLOAT, Capability, choose, describe, needs_grad, register
 from bertfast.ops._autocast import to_autocast
-from bertfast.ops._checks import check_rank, check_shape, check_tensors
+from bertfast.ops._checks import check_rank, check_same_dtype, check_shape, check_tensors
 from bertfast.ops._library import LIBRARY, define, extension_unavailable
 
+# The part of linear_gelu_fwd_cpu that is in C++.
 LIBRARY.define("bias_gelu_cpu(Tensor(a!) out, Tensor? bias, bool tanh) -> ()")
 
 
@@ -65,8 +66,8 @@ def linear_gelu(
 
     Args:
         x: (..., K) fp16, bf16, fp32 or fp64.
-        weight: (N, K) as `nn.Linear.weight`.
-        bias: (N,) or None.
+        weight: (N, K) as `nn.Linear.weight`, in the dtype of `x` (autocast makes it so).
+        bias: (N,) in the same dtype, or None.
         approximate: `"none"` for the exact form by erf, `"tanh"` for the tanh form.
         backend: a backend's name, or None for the one in force.
 
@@ -74,13 +75,15 @@ def linear_gelu(
         (..., N) in the dtype of `x` (autocast's dtype under autocast).
 
     Raises:
-        ValueError: shapes or devices that do not fit, an unknown `approximate`.
+        ValueError: shapes, dtypes or devices that do not fit, an unknown `approximate`.
+        TypeError: an input that is not floating point.
         BackendError: `backend` cannot serve these inputs.
     """
     if approximate not in ("none", "tanh"):
         raise ValueError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
     check_linear(x, weight, bias, ("x", "weight", "bias"))
     x, weight, bias = to_autocast(x, weight, bias)
+    check_same_dtype(("x", "weight", "bias"), x, weight, bias)
     call = describe("linear_gelu", (x, weight, bias), grad=needs_grad(x, weight, bias))
     return choose(call, backend).implementation(x, weight, bias, approximate)
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from bertfast.backends import HALF, Capability, choose, describe, needs_grad, register
 from bertfast.dropout import check_probability
 from bertfast.ops._autocast import to_autocast
-from bertfast.ops._checks import check_device, check_tensors, values_are_checked
-from bertfast.ops.attention import check_attention_shapes, check_same_dtype, sdpa
+from bertfast.ops._checks import check_device, check_same_dtype, check_tensors, values_are_checked
+from bertfast.ops.attention import check_attention_shapes, sdpa
 
 
 def _per_sequence(query, key, value, ends_q, ends_k, dropout_p, is_causal, scale):
@@ -134,7 +134,9 @@ def varlen_attention(
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; `cu_seqlens` that is not of the form above or holds a
-            longer sequence than its maximum (on a GPU its values are looked at when `BERTFAST_VALIDATE=1`).
+            longer sequence than its maximum (on a GPU its values are looked at when `BERTFAST_VALIDATE=1`);
+            `dropout_p` outside [0, 1].
+        TypeError: a query, key or value that is not floating point.
         BackendError: `backend` cannot serve these inputs.
     """
     check_probability(dropout_p)
@@ -154,7 +156,7 @@ def varlen_attention(
             f"got {tuple(cu_seqlens_k.shape)}"
         )
     query, key, value = to_autocast(query, key, value)
-    check_same_dtype(query, key, value)
+    check_same_dtype(("query", "key", "value"), query, key, value)
     grad = needs_grad(query, key, value)
     call = describe("varlen_attention", (query,), grad=grad, dropout_p=dropout_p, head_dim=query.shape[-1])
     chosen = choose(call, backend)
