@@ -21,6 +21,8 @@ from typing import Any, Literal
 
 import torch
 
+from bertfast.errors import warn_caller
+
 MIN_TORCH = (2, 11)
 REINSTALL = "reinstall with --no-build-isolation in an environment that has torch and a C++ compiler"
 
@@ -55,6 +57,10 @@ def _built_for(record: dict[str, Any]) -> str:
         return "built for: unknown"
     cuda = f" with CUDA {record['cuda']}" if record.get("cuda") else ""
     return f"built for: Python {record.get('python')}, torch {record['torch']}{cuda}, {record.get('machine')}"
+
+
+def _pure_python(why: str) -> str:
+    return f"pure Python; {REINSTALL} ({why})"
 
 
 def _read_record(folder: Path) -> dict[str, Any] | None:
@@ -96,7 +102,7 @@ def _import(library: Path) -> dict[str, Any]:
 
 
 def load(folder: Path = _FOLDER) -> ExtensionStatus:
-    """Load the extension in `folder`. Warns once (RuntimeWarning) when it is there and broken; never raises."""
+    """Loads the extension in `folder`; warns once (RuntimeWarning) when it is there and broken; never raises."""
     record: dict[str, Any] = {}
     try:
         found = _read_record(folder)
@@ -104,10 +110,10 @@ def load(folder: Path = _FOLDER) -> ExtensionStatus:
             stray = sorted(folder.glob("_C.*"))
             if stray:
                 raise _Broken(f"{stray[0]} has no build record {folder / '_C.json'} beside it")
-            return ExtensionStatus("not_built", f"nothing was built in {folder}; {REINSTALL}")
+            return ExtensionStatus("not_built", _pure_python(f"nothing was built in {folder}"))
         record = found
         if not record.get("built"):
-            return ExtensionStatus("not_built", f"{record.get('reason') or 'nothing was built'}; {REINSTALL}", record)
+            return ExtensionStatus("not_built", _pure_python(record.get("reason") or "nothing was built"), record)
         library = folder / str(record.get("file"))
         _check(library, record)
         return ExtensionStatus("loaded", record.get("reason", ""), {**record, "build_info": _import(library)})
@@ -132,14 +138,9 @@ _warned = False
 
 
 def warn_pure_python() -> None:
-    """Say once per process that the first use on the CPU is served without the native kernels."""
+    """Says once per process that the first use on the CPU is served without the native kernels."""
     global _warned
     if _warned or STATUS.state != "not_built":
         return
     _warned = True
-    warnings.warn(
-        f"bertfast runs in pure Python; reinstall with --no-build-isolation for the native CPU kernels"
-        f" ({STATUS.info.get('reason') or STATUS.reason})",
-        RuntimeWarning,
-        stacklevel=3,
-    )
+    warn_caller(f"bertfast runs in {STATUS.reason}", RuntimeWarning)

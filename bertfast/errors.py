@@ -13,9 +13,9 @@ class CheckpointError(OSError, ValueError):
     """
 
 
-def warn_caller(message: str) -> None:
-    """Warn as the innermost line outside this package."""
+def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warns as the innermost line outside this package."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "bertfast":
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level)
+    warnings.warn(message, category, stacklevel=level)

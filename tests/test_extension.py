@@ -104,13 +104,28 @@ def test_nothing_built_is_not_broken(tmp_path):
     assert "there is no C++ compiler" in status.reason and "--no-build-isolation" in status.reason
 
 
-def test_pure_python_is_said_once(monkeypatch):
-    monkeypatch.setattr(_extension, "STATUS", _extension.ExtensionStatus("not_built", "no compiler"))
-    monkeypatch.setattr(_extension, "_warned", False)
-    with pytest.warns(RuntimeWarning, match="pure Python; reinstall with --no-build-isolation") as caught:
-        _extension.warn_pure_python()
-        _extension.warn_pure_python()
-    assert len(caught) == 1
+PURE_PYTHON = """
+import torch, bertfast
+x, ones = torch.ones(3, 8), torch.ones(8)
+with bertfast.use_backend("torch"):
+    bertfast.ops.add_layer_norm(x, x, ones, ones)
+print("what was asked for needs no warning", flush=True)
+for _ in range(2):
+    bertfast.ops.add_layer_norm(x, x, ones, ones)
+bertfast.ops.linear_gelu(x, torch.ones(8, 8))
+"""
+
+
+def test_pure_python_is_said_once_and_by_info(tmp_path):
+    package = copy_installation(tmp_path)
+    (package / "_C.json").write_text('{"built": false, "reason": "there is no C++ compiler"}')
+    (tmp_path / "use.py").write_text(PURE_PYTHON)
+    said = "pure Python; reinstall with --no-build-isolation"
+    done = run_python("use.py", cwd=tmp_path, path=(tmp_path,))
+    assert done.stderr.count("RuntimeWarning") == done.stderr.count(said) == 1
+    assert "use.py:8: RuntimeWarning" in done.stderr and "(there is no C++ compiler)" in done.stderr
+    info = run_python("-m", "bertfast", "info", cwd=tmp_path, path=(tmp_path,))
+    assert said in " ".join(info.stdout.split())
 
 
 @native
