@@ -64,17 +64,11 @@ def _flatten_with_keys(output: ModelOutput):
 
 
 @dataclass
-class BaseModelOutput(ModelOutput):
-    """`last_hidden_state` (B, S, N); `hidden_states`: L + 1 of them; `attentions`: L of (B, H, S, S)."""
-
-    last_hidden_state: Tensor | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor, ...] | None = None
-
-
-@dataclass
 class BaseModelOutputWithPooling(ModelOutput):
-    """As `BaseModelOutput`, with `pooler_output` (B, N)."""
+    """`last_hidden_state` (B, S, N) and, where the model has a pooler, `pooler_output` (B, N).
+
+    Here and below, of a model of L layers: `hidden_states`, L + 1 of (B, S, N), and `attentions`, L of (B, H, S, S).
+    """
 
     last_hidden_state: Tensor | None = None
     pooler_output: Tensor | None = None
