@@ -57,9 +57,19 @@ def interleave(
 ) -> dict[str, Timing]:
     """Times every contestant once per round, in an order that rotates from round to round.
 
-    A contestant quicker than `min_seconds` is called several times per round, and its mean is the round's value.
-    synchronize: waits for the device, e.g. `torch.cuda.synchronize`; called before each reading of the clock.
-    stopwatch: takes a call and how often to make it, and returns the seconds of one; replaces clock and synchronize.
+    Args:
+        contestants: the calls to time, by name.
+        rounds: how often each is timed.
+        min_seconds: what is quicker is called several times per round, and the mean is the round's value.
+        synchronize: waits for the device, e.g. `torch.cuda.synchronize`; called before each reading of the clock.
+        clock: seconds, rising.
+        stopwatch: takes a call and how often to make it, and returns the seconds of one; replaces both.
+
+    Returns:
+        The timings by name, one value per round each.
+
+    Raises:
+        ValueError: `rounds` below 1.
     """
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")

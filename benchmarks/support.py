@@ -61,7 +61,11 @@ def section() -> str:
 
 
 def replaced(text: str) -> str:
-    """`text` with what is between the markers up to date. Raises ValueError where there is not one pair of them."""
+    """`text` with what is between the markers up to date.
+
+    Raises:
+        ValueError: there is not one pair of them.
+    """
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end or BEGIN in after or END in after:

@@ -23,12 +23,16 @@ PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_class
 
 
 def dtype_from(value: str | torch.dtype | None) -> torch.dtype | None:
-    """A `torch.dtype` from itself or from its name (`"bfloat16"`, `"torch.bfloat16"`); None stays None."""
+    """A `torch.dtype` from itself or from its name (`"bfloat16"`, `"torch.bfloat16"`); None stays None.
+
+    Raises:
+        ValueError: it is neither.
+    """
     if value is None or isinstance(value, torch.dtype):
         return value
     dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else None
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"dtype should be a torch.dtype or the name of one, got {value!r}")
+        raise ValueError(f"dtype must be a torch.dtype or the name of one, got {value!r}")
     return dtype
 
 
@@ -40,6 +44,9 @@ class PretrainedConfig:
 
     Args:
         **fields: values by name. Unknown names are kept as attributes and written back.
+
+    Raises:
+        ValueError: a `dtype`, `num_labels` or `problem_type` that is none, or the last two do not go together.
     """
 
     model_type: str = ""
@@ -116,7 +123,7 @@ class PretrainedConfig:
     @num_labels.setter
     def num_labels(self, number: int) -> None:
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise ValueError(f"num_labels should be a positive integer, got {number!r}")
+            raise ValueError(f"num_labels must be a positive integer, got {number!r}")
         if getattr(self, "id2label", None) is None or number != len(self.id2label):
             self.id2label = {i: f"LABEL_{i}" for i in range(number)}
             self.label2id = {label: i for i, label in self.id2label.items()}
@@ -147,17 +154,21 @@ class PretrainedConfig:
 
     def _check_problem_type(self) -> None:
         if self.problem_type is not None and self.problem_type not in PROBLEM_TYPES:
-            raise ValueError(f"problem_type should be one of {', '.join(PROBLEM_TYPES)}, got {self.problem_type!r}")
+            raise ValueError(f"problem_type must be one of {', '.join(PROBLEM_TYPES)}, got {self.problem_type!r}")
         if self.problem_type == "single_label_classification" and self.num_labels == 1:
             raise ValueError("problem_type='single_label_classification' needs num_labels > 1")
 
     def update(self, fields: Mapping[str, Any]) -> None:
-        """Set several fields."""
+        """Sets several fields."""
         for name, value in fields.items():
             setattr(self, name, value)
 
     def replaced(self, **fields: Any) -> PretrainedConfig:
-        """A copy with other values for some fields; labels given by number, by name or by index follow one another."""
+        """A copy with other values for some fields; labels given by number, by name or by index follow one another.
+
+        Raises:
+            ValueError: `num_labels` and `id2label` contradict each other, or as the constructor.
+        """
         fields = {self.attribute_map.get(name, name): value for name, value in fields.items()}
         number, names, indices = (fields.get(name) for name in ("num_labels", "id2label", "label2id"))
         if number is not None and names is not None and number != len(names):
@@ -176,7 +187,7 @@ class PretrainedConfig:
         return self
 
     def check_supported(self) -> None:
-        """Refuse a configuration that the encoder would run as something else than it says.
+        """Refuses a configuration that the encoder would run as something else than it says.
 
         Raises:
             ValueError: decoder mode, cross-attention, position embeddings other than absolute ones, pruned heads, or
@@ -194,9 +205,9 @@ class PretrainedConfig:
         for name in sizes:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} should be a positive integer, got {value!r}")
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
         if not isinstance(self.num_hidden_layers, int) or self.num_hidden_layers < 0:
-            raise ValueError(f"num_hidden_layers should be an integer of 0 or more, got {self.num_hidden_layers!r}")
+            raise ValueError(f"num_hidden_layers must be an integer of 0 or more, got {self.num_hidden_layers!r}")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size ({self.hidden_size}) is no multiple of num_attention_heads ({self.num_attention_heads})"
@@ -230,7 +241,7 @@ class PretrainedConfig:
             raise ValueError(f"the configuration cannot be written as JSON: {error}") from error
 
     def save_pretrained(self, directory: str | os.PathLike) -> None:
-        """Write `config.json` into a folder, which is made if need be; an older file is replaced in one step."""
+        """Writes `config.json` into a folder, which is made if need be; an older file is replaced in one step."""
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         temporary = folder / f".{CONFIG_NAME}.{os.getpid()}"
@@ -254,7 +265,7 @@ class PretrainedConfig:
 
     @classmethod
     def from_pretrained(cls, path_or_id: str | os.PathLike, **kwargs: Any) -> PretrainedConfig:
-        """Read `config.json` of a local folder or a hub repository.
+        """Reads `config.json` of a local folder or a hub repository.
 
         Called on `PretrainedConfig` it returns the class that the file's `model_type` names. Keywords are those of
         `HubOptions`; the others override fields.
@@ -403,7 +414,11 @@ def config_for(source: Any, *, origin: str = "the configuration") -> PretrainedC
 
 
 def read_config(path_or_id: str | os.PathLike, options: HubOptions) -> tuple[dict[str, Any], Repository]:
-    """The content of `config.json`, and the repository it came from."""
+    """The content of `config.json`, and the repository it came from.
+
+    Raises:
+        CheckpointError: there is no `config.json`, or it is damaged.
+    """
     repository = Repository(path_or_id, options)
     fields = repository.json(CONFIG_NAME)
     if fields is None:

@@ -40,7 +40,12 @@ TOKEN_BUDGET = 8192
 class Pooling:
     """How token vectors become one vector per text.
 
-    modes: some of `POOLING_MODES`; several are concatenated. normalize: scale each vector to length 1.
+    Attributes:
+        modes: some of `POOLING_MODES`; several are concatenated.
+        normalize: scale each vector to length 1.
+
+    Raises:
+        ValueError: a mode that is none of them, or no mode.
     """
 
     modes: tuple[str, ...] = ("mean",)
@@ -55,10 +60,15 @@ class Pooling:
     def from_pretrained(cls, path_or_id: str | os.PathLike, mode: str | None = None, **hub: Any) -> Pooling:
         """Reads `modules.json` and the pooling folder that it names (sentence-transformers' format).
 
-        mode: used in place of the published one; modules that follow the pooling are then not looked at, except for the
-        normalisation. Without the files: mean, not normalised. hub: the keywords of `HubOptions`.
-        Raises: CheckpointError for damaged files, for a pooling that is not served, and for a further module (a dense
-        layer, say).
+        Args:
+            path_or_id: the folder or id. Without the files: mean, not normalised.
+            mode: used in place of the published one; modules that follow the pooling are then not looked at, except for
+                the normalisation.
+            **hub: the keywords of `HubOptions`.
+
+        Raises:
+            CheckpointError: damaged files, a pooling that is not served, or a further module (a dense layer, say).
+            ValueError: `mode` is none of `POOLING_MODES`.
         """
         repository = Repository(path_or_id, HubOptions.take(hub))
         modules = read_modules(repository)
@@ -78,9 +88,14 @@ class Pooling:
             raise CheckpointError(f"{modules['Pooling']}/config.json of {repository}: {error}") from error
 
     def __call__(self, hidden: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """hidden: (B, S, N) of any float dtype; attention_mask: (B, S), nonzero where there is a token.
+        """Pools a batch.
 
-        Returns (B, N * len(modes)) in fp32, fp64 for fp64. A row without any token gives zeros.
+        Args:
+            hidden: (B, S, N) of any floating point dtype.
+            attention_mask: (B, S), nonzero where there is a token.
+
+        Returns:
+            (B, N * len(modes)) in fp32, fp64 for fp64. A row without any token gives zeros.
         """
         hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
         real = (attention_mask != 0).unsqueeze(-1)
@@ -109,7 +124,8 @@ def _modes_of(config: dict[str, Any]) -> tuple[str, ...]:
 def read_modules(repository: Repository) -> dict[str, str]:
     """Kind -> folder of each module that `modules.json` lists; what a plain checkpoint would list where it is absent.
 
-    Raises: CheckpointError if the file is not such a list.
+    Raises:
+        CheckpointError: the file is not such a list.
     """
     path = repository.fetch("modules.json")
     if path is None:
@@ -153,8 +169,17 @@ def windows(lines: Iterable[str], max_lines: int, max_characters: int) -> Iterat
 class Encoder:
     """A model, its tokenizer and a pooling. Results are NumPy arrays in fp32, in the order of the texts.
 
-    token_budget: the most tokens, padding included, in a batch. max_length: the most tokens of a text, special tokens
-    included; longer texts are cut. The checkpoint's own limit holds where it is lower. prompt: put before every text.
+    Args:
+        model: the encoder; put into eval mode.
+        tokenizer: the checkpoint's.
+        pooling: from token vectors to one per text.
+        token_budget: the most tokens, padding included, in a batch.
+        max_length: the most tokens of a text, special ones included; longer texts are cut. The checkpoint's own limit
+            holds where it is lower.
+        prompt: put before every text.
+
+    Raises:
+        ValueError: `token_budget` below 1, or `max_length` below 3.
     """
 
     def __init__(
@@ -193,7 +218,18 @@ class Encoder:
         token_budget: int = TOKEN_BUDGET,
         max_length: int | None = None,
     ) -> Encoder:
-        """pooling, normalize: None takes what the checkpoint publishes (see `Pooling.from_pretrained`)."""
+        """Loads all three of a local folder or a hub repository, and the prompt that it publishes.
+
+        Args:
+            path_or_id: the folder or id.
+            pooling, normalize: None takes what the checkpoint publishes (see `Pooling.from_pretrained`).
+            dtype, device: what the model computes in, and where.
+            token_budget, max_length: as the class.
+
+        Raises:
+            CheckpointError: no such checkpoint, a damaged file, or a pooling that is not served.
+            ValueError: as the class.
+        """
         rule = Pooling.from_pretrained(path_or_id, pooling)
         if normalize is not None:
             rule = replace(rule, normalize=normalize)
@@ -233,7 +269,7 @@ class Encoder:
 
     @torch.inference_mode()
     def encode(self, texts: Sequence[str]) -> np.ndarray:
-        """Returns (len(texts), dimension) in fp32."""
+        """The vectors of `texts`, (len(texts), dimension) in fp32."""
         ids = self.token_ids(texts)
         out = np.empty((len(ids), self.dimension), dtype=np.float32)
         device = self.model.device

@@ -24,7 +24,7 @@ class HubOptions:
 
     @classmethod
     def take(cls, kwargs: dict[str, Any]) -> HubOptions:
-        """Remove the hub keywords from `kwargs` and return them as options."""
+        """Removes the hub keywords from `kwargs` and returns them as options."""
         taken = {field.name: kwargs.pop(field.name) for field in fields(cls) if field.name in kwargs}
         return cls(**{**taken, "subfolder": taken.get("subfolder") or ""})
 
@@ -57,14 +57,22 @@ class Repository:
             raise CheckpointError(f"{self.source!r} is no folder on this machine, and no id of a hub repository")
 
     def fetch(self, name: str) -> Path | None:
-        """Path of the file `name`, downloaded if need be; None where the checkpoint has no such file."""
+        """Path of the file `name`, downloaded if need be; None where the checkpoint has no such file.
+
+        Raises:
+            CheckpointError: the hub refuses it or cannot be reached.
+        """
         if self.folder is not None:
             path = self.folder / name
             return path if path.is_file() else None
         return self._download(name)
 
     def json(self, name: str) -> dict[str, Any] | None:
-        """The JSON object in the file `name`; None where the checkpoint has no such file."""
+        """The JSON object in the file `name`; None where the checkpoint has no such file.
+
+        Raises:
+            CheckpointError: as `fetch`, or the file holds no JSON object.
+        """
         path = self.fetch(name)
         return None if path is None else read_json(path)
 
@@ -114,5 +122,5 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} should hold a JSON object, it holds a {type(content).__name__}")
+        raise CheckpointError(f"{path} must hold a JSON object, it holds a {type(content).__name__}")
     return content

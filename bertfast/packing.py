@@ -35,7 +35,11 @@ class Packing:
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> Packing:
-        """From a (B, S) mask of any dtype, nonzero where a token is real. One device-to-host transfer."""
+        """From a (B, S) mask of any dtype, nonzero where a token is real. One device-to-host transfer.
+
+        Raises:
+            ValueError: a mask of another rank.
+        """
         real = check_mask(mask)
         total, longest = mask_sizes(real)
         return cls.from_sizes(real, total, longest)

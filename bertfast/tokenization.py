@@ -96,7 +96,7 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(cls, path_or_id: str | os.PathLike, **kwargs: Any) -> Tokenizer:
-        """Read the tokenizer of a local folder or a hub repository.
+        """Reads the tokenizer of a local folder or a hub repository.
 
         It comes from `tokenizer.json`, else from `vocab.txt` (WordPiece), else from `vocab.json` with `merges.txt`
         (byte-level BPE). The limit on the length comes from `sentence_bert_config.json`, else `tokenizer_config.json`,
@@ -142,7 +142,7 @@ class Tokenizer:
     def encode_batch(
         self, texts: Sequence[str | tuple[str, str]], truncation: bool = True, max_length: int | None = None
     ) -> list[Encoding]:
-        """Tokenise texts or pairs of texts, unpadded.
+        """Tokenises texts or pairs of texts, unpadded.
 
         Args:
             texts: strings, or (first, second) pairs.
@@ -151,13 +151,17 @@ class Tokenizer:
 
         Returns:
             Encodings of the `tokenizers` library, with `ids`, `type_ids`, `tokens`, `offsets` and more.
+
+        Raises:
+            TypeError: a text is neither a string nor a pair of strings.
+            ValueError: the limit has no room for a token beside the special ones.
         """
         texts = [self._checked(text) for text in texts]
         limit = (self.max_length if max_length is None else max_length) if truncation else None
         pairs = any(isinstance(text, tuple) for text in texts)
         specials = self.backend.num_special_tokens_to_add(pairs)
         if limit is not None and limit <= specials:
-            raise ValueError(f"max_length should be above the {specials} special tokens, got {limit}")
+            raise ValueError(f"max_length must be above the {specials} special tokens, got {limit}")
         with self._lock:
             if limit is None:
                 self.backend.no_truncation()
@@ -174,7 +178,7 @@ class Tokenizer:
         truncation: bool = True,
         max_length: int | None = None,
     ) -> dict[str, Tensor]:
-        """Tokenise into a padded batch.
+        """Tokenises into a padded batch.
 
         Args:
             texts: one text or several.
@@ -185,12 +189,17 @@ class Tokenizer:
 
         Returns:
             int64 tensors of shape (texts, length) by the names in `model_input_names`.
+
+        Raises:
+            TypeError: a text is no string.
+            ValueError: `pair` has another number of texts, `padding` is unknown or makes no tensor, or the limit has no
+                room for a token beside the special ones.
         """
         first = [texts] if isinstance(texts, str) else list(texts)
         if pair is not None:
             second = [pair] if isinstance(pair, str) else list(pair)
             if len(first) != len(second):
-                raise ValueError(f"texts and pair should be as many, got {len(first)} and {len(second)}")
+                raise ValueError(f"texts and pair must be as many, got {len(first)} and {len(second)}")
             first = list(zip(first, second, strict=True))
         encodings = self.encode_batch(first, truncation, max_length)
         lengths = {len(encoding) for encoding in encodings}
@@ -201,7 +210,7 @@ class Tokenizer:
                 raise ValueError("padding='max_length' needs max_length, as this tokenizer has no limit")
             length = max(length, limit)
         elif padding not in (True, False, "longest"):
-            raise ValueError(f"padding should be True, False, 'longest' or 'max_length', got {padding!r}")
+            raise ValueError(f"padding must be True, False, 'longest' or 'max_length', got {padding!r}")
         elif not padding and len(lengths) > 1:
             raise ValueError(f"texts of {min(lengths)} to {length} tokens make no tensor without padding")
         columns = {
@@ -298,7 +307,7 @@ def _byte_level_bpe(vocab: Path, merges: Path, config: dict[str, Any]) -> tokeni
 
 
 def _apply_bert_options(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
-    """Let what `tokenizer_config.json` says about normalisation win over `tokenizer.json`, as transformers does."""
+    """Lets what `tokenizer_config.json` says about normalisation win over `tokenizer.json`, as transformers does."""
     if not isinstance(backend.normalizer, normalizers.BertNormalizer):
         return
     state = json.loads(backend.normalizer.__getstate__())
@@ -319,7 +328,7 @@ def _add_special_tokens(
     config: dict[str, Any],
     needed: tuple[str, ...],
 ) -> None:
-    """Make the special tokens that the vocabulary has atomic in text.
+    """Makes the special tokens that the vocabulary has atomic in text.
 
     One that it lacks is left out: its id would lie beyond the model's embeddings.
     """

@@ -186,7 +186,7 @@ def test_pickled_objects_are_refused_and_never_run(zipped, folder, tmp_path):
 def test_a_pickle_that_is_no_state_dict_is_refused(content, folder):
     (folder / "model.safetensors").unlink()
     torch.save(content, folder / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="should hold"):
+    with pytest.raises(CheckpointError, match="must hold"):
         ours(NAME).from_pretrained(folder)
 
 
@@ -216,7 +216,7 @@ def test_dtype(folder):
     write_tensors(folder, {name: tensor.bfloat16() for name, tensor in read_tensors(folder).items()})
     assert dtypes() == {torch.bfloat16}
     for wrong in ("int8", "half-ish", 3):
-        with pytest.raises(ValueError, match="dtype should be"):
+        with pytest.raises(ValueError, match="dtype must be"):
             ours(NAME).from_pretrained(folder, dtype=wrong)
 
 
@@ -235,7 +235,7 @@ def test_device_map(device_map, folder):
 
 @pytest.mark.parametrize("device_map", ["nowhere", {"": "cpu", "cls": "cpu"}, {"bert": 0}, 1.5])
 def test_device_map_that_is_no_device(device_map, folder):
-    with pytest.raises(ValueError, match="device_map should be"):
+    with pytest.raises(ValueError, match="device_map must be"):
         ours(NAME).from_pretrained(folder, device_map=device_map)
 
 

@@ -156,7 +156,7 @@ def test_resize_of_a_model_without_decoder_and_bad_arguments():
     assert model.resize_token_embeddings(2).num_embeddings == 2
     assert model.get_input_embeddings().padding_idx == 1
     for arguments in ((0,), (-3,), (10, 0), (10, "8")):
-        with pytest.raises(ValueError, match="should be"):
+        with pytest.raises(ValueError, match="must be"):
             model.resize_token_embeddings(*arguments)
 
 

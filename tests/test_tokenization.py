@@ -214,7 +214,7 @@ def test_bad_arguments():
         tokenizer("a", "b", max_length=3)
     with pytest.raises(ValueError, match="without padding"):
         tokenizer(["a", "b c"], padding=False)
-    with pytest.raises(ValueError, match="padding should be"):
+    with pytest.raises(ValueError, match="padding must be"):
         tokenizer("a", padding="most")
     with pytest.raises(TypeError, match="use_fast"):
         Tokenizer.from_pretrained(MINILM, use_fast=True)

@@ -98,10 +98,10 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
         # The unpickler meets arbitrary bytes here and raises whatever they lead to.
         raise CheckpointError(f"{path} is damaged or no state dict: {_first_line(error)}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} should hold a state dict, it holds a {type(content).__name__}")
+        raise CheckpointError(f"{path} must hold a state dict, it holds a {type(content).__name__}")
     for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
-            raise CheckpointError(f"{path} should hold tensors by name, {name!r} is a {type(value).__name__}")
+            raise CheckpointError(f"{path} must hold tensors by name, {name!r} is a {type(value).__name__}")
     return dict(content)
 
 

@@ -20,7 +20,7 @@ def canonical(name: str) -> str:
 def match_names(
     file_names: Iterable[str], model_names: Iterable[str], prefix: str
 ) -> tuple[dict[str, str], list[str], list[str]]:
-    """Find which tensor of a file goes where.
+    """Finds which tensor of a file goes where.
 
     Args:
         file_names: names in the file.

@@ -38,7 +38,7 @@ def load_pretrained(
     output_loading_info: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Load a model.
+    """Loads a model.
 
     Args:
         model_class: the class to make.
@@ -61,6 +61,7 @@ def load_pretrained(
     Raises:
         CheckpointError: no such checkpoint, a damaged or unsafe file, shapes that do not fit, or a checkpoint that
             covers less than half of the model.
+        ValueError: a `dtype` or `device_map` that is none, a field of the configuration that is not supported.
         TypeError: unknown keywords.
     """
     if "torch_dtype" in kwargs:
@@ -119,7 +120,7 @@ def _configure(
 def _device(device_map: Any) -> torch.device:
     if isinstance(device_map, dict):
         if set(device_map) != {""}:
-            raise ValueError(f"device_map should be one device, got a map of {len(device_map)} entries")
+            raise ValueError(f"device_map must be one device, got a map of {len(device_map)} entries")
         device_map = device_map[""]
     if device_map is None:
         return torch.get_default_device()
@@ -128,7 +129,7 @@ def _device(device_map: Any) -> torch.device:
     try:
         return torch.device(device_map)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device_map should be a device, got {device_map!r}") from error
+        raise ValueError(f"device_map must be a device, got {device_map!r}") from error
 
 
 def _dtype(dtype: Any, config: PretrainedConfig, weights: dict[str, Tensor]) -> torch.dtype:
@@ -137,7 +138,7 @@ def _dtype(dtype: Any, config: PretrainedConfig, weights: dict[str, Tensor]) -> 
         dtype = config.dtype or next(floating, torch.get_default_dtype())
     dtype = dtype_from(dtype) or torch.get_default_dtype()
     if not dtype.is_floating_point:
-        raise ValueError(f"dtype should be a floating one, got {dtype}")
+        raise ValueError(f"dtype must be a floating one, got {dtype}")
     return dtype
 
 
@@ -150,7 +151,7 @@ def _fill(
     ignore_mismatched_sizes: bool,
     allow_missing: bool,
 ) -> None:
-    """Put the file's tensors into the model, initialise the others, tie, and complete the report."""
+    """Puts the file's tensors into the model, initialises the others, ties, and completes the report."""
     places = model.state_dict(keep_vars=True)
     matched, unexpected, duplicates = match_names(weights, places, model.base_model_prefix)
     report.unexpected = [name for name in unexpected if not is_silent(name)]
@@ -200,7 +201,7 @@ def _fill(
 def _refuse_misfit(
     report: LoadReport, places: dict[str, Tensor], new: set[str], ignore_mismatched_sizes: bool, allow_missing: bool
 ) -> None:
-    """Raise where the checkpoint is not one for this model."""
+    """Raises where the checkpoint is not one for this model."""
     # By identity, so that a tied parameter counts once.
     sizes = {id(tensor): tensor.numel() for tensor in places.values()}
     new_elements = sum({id(places[name]): places[name].numel() for name in new}.values())
@@ -221,7 +222,7 @@ def _refuse_misfit(
 
 
 def _initialise(model: PreTrainedModel, names: Iterable[str]) -> None:
-    """Initialise the modules that own the named parameters, and those around them, innermost first."""
+    """Initialises the modules that own the named parameters, and those around them, innermost first."""
     paths = set()
     for name in names:
         parts = name.split(".")[:-1]

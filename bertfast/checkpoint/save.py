@@ -32,7 +32,7 @@ def save_pretrained(
     max_shard_size: int | str = "5GB",
     state_dict: dict[str, Tensor] | None = None,
 ) -> None:
-    """Write `config.json` and the weights, leaving out the tied copies.
+    """Writes `config.json` and the weights, leaving out the tied copies.
 
     Every file is written under a temporary name and all are renamed at the end, so that a failure to write leaves what
     was there. Weights of an earlier save that would be read instead of these are removed.
@@ -43,6 +43,10 @@ def save_pretrained(
         safe_serialization: safetensors; False writes pickled `.bin` files.
         max_shard_size: bytes, or a string such as "5GB"; larger models are split, with an index.
         state_dict: tensors to write instead of the model's own.
+
+    Raises:
+        CheckpointError: `directory` is a file.
+        ValueError: the configuration holds something that JSON cannot.
     """
     folder = Path(directory)
     if folder.exists() and not folder.is_dir():

@@ -24,7 +24,11 @@ NEIGHBOURS = 3
 
 
 def take_texts(lines: Iterable[str]) -> list[str]:
-    """The first lines that are not blank. Raises ValueError where there is none."""
+    """The first lines that are not blank.
+
+    Raises:
+        ValueError: there is none.
+    """
     texts = list(islice((line for line in lines if line.strip()), MOST_TEXTS))
     if not texts:
         raise ValueError("the input holds no text")
@@ -34,9 +38,18 @@ def take_texts(lines: Iterable[str]) -> list[str]:
 def compare(
     path: str, texts: Sequence[str], *, dtype: str, device: torch.device, rounds: int, show: Callable[[str], None]
 ) -> dict:
-    """The report of `bertfast check` as plain data. show: told what is being done.
+    """The report of `bertfast check` as plain data.
 
-    Raises: ValueError where transformers is not installed or cannot load the checkpoint.
+    Args:
+        path: a checkpoint's folder or hub id.
+        texts: what to run on.
+        dtype: a torch dtype's name, of our model and of the stock models that are timed.
+        device: of all models.
+        rounds: how often each timing is repeated.
+        show: told what is being done.
+
+    Raises:
+        ValueError: transformers is not installed or cannot load the checkpoint.
     """
     _transformers()
     torch_dtype = getattr(torch, dtype)

@@ -6,8 +6,13 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -25,7 +30,7 @@ def print_json(value: object) -> None:
     click.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
-def output():
+def output() -> Console:
     """A console on standard output: as wide as the terminal, wide enough for every table where there is none."""
     from rich.console import Console
 
@@ -51,8 +56,12 @@ def note(message: str) -> None:
     print(message, file=sys.stderr)
 
 
-def device_of(name: str):
-    """The torch device of `--device`; ValueError for one that is not there."""
+def device_of(name: str) -> torch.device:
+    """The torch device of `--device`.
+
+    Raises:
+        ValueError: there is no such device here.
+    """
     import torch
 
     if name == "auto":

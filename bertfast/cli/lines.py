@@ -16,7 +16,12 @@ LONGEST_LINE = 2**20
 
 @contextmanager
 def opened(path: str) -> Iterator[BinaryIO]:
-    """The file in binary, standard input for `-`. Raises OSError (no such file, a directory), ValueError if empty."""
+    """The file in binary, standard input for `-`.
+
+    Raises:
+        OSError: no such file, or a directory.
+        ValueError: the file is empty.
+    """
     if path == "-":
         yield sys.stdin.buffer
         return
@@ -37,8 +42,14 @@ def read_lines(file: BinaryIO, name: str, on_bytes: Callable[[int], None] = lamb
     r"""Yields every line without its `\n` or `\r\n`; an empty line is an empty string.
 
     A byte order mark at the start is dropped. Of a line longer than `LONGEST_LINE` bytes only the start is kept.
-    on_bytes: told of every byte count read.
-    Raises: ValueError naming the line that is not UTF-8.
+
+    Args:
+        file: opened in binary.
+        name: of the file, for errors.
+        on_bytes: told of every byte count read.
+
+    Raises:
+        ValueError: names the line that is not UTF-8.
     """
     number = 0
     while chunk := file.readline(LONGEST_LINE):

@@ -19,7 +19,13 @@ class NpyWriter:
     Rows go to a hidden file beside the target, which takes the target's name when the block ends well and is removed
     when it does not: whoever looks at the target sees the old file or the whole new one. As a context manager:
     `with NpyWriter(path, dimension) as out: out.write(rows)`.
-    Raises: OSError where the target's folder is missing or cannot be written, or the target is no regular file.
+
+    Args:
+        path: the target.
+        dimension: width of a row.
+
+    Raises:
+        OSError: the target's folder is missing or cannot be written, or the target is no regular file.
     """
 
     def __init__(self, path: str | Path, dimension: int):
@@ -38,7 +44,11 @@ class NpyWriter:
         return self
 
     def write(self, rows: np.ndarray) -> None:
-        """rows: (n, dimension)."""
+        """Appends rows (n, dimension).
+
+        Raises:
+            ValueError: rows of another shape.
+        """
         if rows.ndim != 2 or rows.shape[1] != self._dimension:
             raise ValueError(f"expected rows of shape (n, {self._dimension}), got {rows.shape}")
         self._file.write(np.ascontiguousarray(rows, dtype="<f4").data)
@@ -73,7 +83,11 @@ class NpyWriter:
 
 
 def check_target(path: str | Path) -> Path:
-    """The file to replace, links followed. Raises OSError if no file of that name can be written."""
+    """The file to replace, links followed.
+
+    Raises:
+        OSError: no file of that name can be written.
+    """
     target = Path(os.path.realpath(path))
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, "is a directory", str(path))

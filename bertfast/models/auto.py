@@ -41,7 +41,8 @@ class _AutoModel:
         """The model class for a configuration.
 
         Raises:
-            ValueError: the family is not supported, or has no such model.
+            CheckpointError: the family is not supported.
+            ValueError: it has no such model.
         """
         family = _FAMILIES[type(config_for(config))]
         name = cls._classes.get(family)
@@ -56,7 +57,7 @@ class _AutoModel:
 
     @classmethod
     def from_pretrained(cls, path_or_id: str | os.PathLike, *, config: Any = None, **kwargs: Any) -> Any:
-        """Load a model; see `bertfast.checkpoint.load_pretrained` for the keywords."""
+        """Loads a model; see `bertfast.checkpoint.load_pretrained` for the keywords."""
         if config is None or isinstance(config, (str, os.PathLike)):
             options = HubOptions.take(dict(kwargs))
             fields, repository = read_config(path_or_id if config is None else config, options)

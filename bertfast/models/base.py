@@ -74,14 +74,14 @@ class PreTrainedModel(nn.Module):
         self._untied: set[str] = set()
 
     def post_init(self) -> None:
-        """Initialise what this class added to its base model, and tie. The last step of every `__init__`."""
+        """Initialises what this class added to its base model, and ties. The last step of every `__init__`."""
         if _initialise.get():
             with torch.no_grad():
                 _apply_own(self, self._init_weights)
         self.tie_weights()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Give the parameters that `module` itself holds transformers' initial distribution."""
+        """Gives the parameters that `module` itself holds transformers' initial distribution."""
         std = self.config.initializer_range or 0.02
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=std)
@@ -103,14 +103,14 @@ class PreTrainedModel(nn.Module):
         return {copy: source for copy, source in self._tied_weights_keys.items() if copy not in self._untied}
 
     def tie_weights(self) -> None:
-        """Make each tied copy the very parameter that it copies."""
+        """Makes each tied copy the very parameter that it copies."""
         for copy, source in self.tied_weights.items():
             module, _, name = copy.rpartition(".")
             setattr(self.get_submodule(module), name, self.get_parameter(source))
 
     @classmethod
     def from_pretrained(cls, path_or_id: str | os.PathLike, **kwargs: Any) -> Any:
-        """Load a model from a local folder or a hub repository; see `bertfast.checkpoint.load_pretrained`."""
+        """Loads a model from a local folder or a hub repository; see `bertfast.checkpoint.load_pretrained`."""
         from bertfast.checkpoint import load_pretrained
 
         return load_pretrained(cls, path_or_id, **kwargs)
@@ -125,7 +125,7 @@ class PreTrainedModel(nn.Module):
         return model if dtype is None else model.to(dtype_from(dtype))
 
     def save_pretrained(self, directory: str | os.PathLike, **kwargs: Any) -> None:
-        """Write configuration and weights; see `bertfast.checkpoint.save_pretrained`."""
+        """Writes configuration and weights; see `bertfast.checkpoint.save_pretrained`."""
         from bertfast.checkpoint import save_pretrained
 
         save_pretrained(self, directory, **kwargs)
@@ -164,7 +164,7 @@ class PreTrainedModel(nn.Module):
         return self.base_model.embeddings.word_embeddings
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Replace the word embeddings; a tied decoder follows at the next `tie_weights()`."""
+        """Replaces the word embeddings; a tied decoder follows at the next `tie_weights()`."""
         self.base_model.embeddings.word_embeddings = value
 
     def _output_embeddings_name(self) -> str | None:
@@ -177,7 +177,11 @@ class PreTrainedModel(nn.Module):
         return None if name is None else self.get_submodule(name)
 
     def set_output_embeddings(self, value: nn.Linear) -> None:
-        """Replace the linear layer that maps to the vocabulary, and the bias that is tied to its bias."""
+        """Replaces the linear layer that maps to the vocabulary, and the bias that is tied to its bias.
+
+        Raises:
+            ValueError: the head has no such layer.
+        """
         name = self._output_embeddings_name()
         if name is None:
             raise ValueError(f"{type(self).__name__} has no output embeddings")
@@ -194,7 +198,7 @@ class PreTrainedModel(nn.Module):
         pad_to_multiple_of: int | None = None,
         mean_resizing: bool = True,
     ) -> nn.Embedding:
-        """Change the size of the vocabulary, keeping the rows (and decoder biases) that both sizes have.
+        """Changes the size of the vocabulary, keeping the rows (and decoder biases) that both sizes have.
 
         The parameters stay the same objects, so tied ones stay tied and an optimizer keeps its references.
 
@@ -206,6 +210,9 @@ class PreTrainedModel(nn.Module):
 
         Returns:
             The module that holds the word embeddings.
+
+        Raises:
+            ValueError: a number of tokens or a multiple below 1.
         """
         embeddings = self.get_input_embeddings()
         if new_num_tokens is None and pad_to_multiple_of is None:
@@ -213,10 +220,10 @@ class PreTrainedModel(nn.Module):
         rows = embeddings.weight.shape[0] if new_num_tokens is None else new_num_tokens
         if pad_to_multiple_of is not None:
             if not isinstance(pad_to_multiple_of, int) or pad_to_multiple_of < 1:
-                raise ValueError(f"pad_to_multiple_of should be a positive integer, got {pad_to_multiple_of!r}")
+                raise ValueError(f"pad_to_multiple_of must be a positive integer, got {pad_to_multiple_of!r}")
             rows = -(-rows // pad_to_multiple_of) * pad_to_multiple_of
         if rows < 1:
-            raise ValueError(f"new_num_tokens should be 1 or more, got {new_num_tokens!r}")
+            raise ValueError(f"new_num_tokens must be 1 or more, got {new_num_tokens!r}")
 
         decoder = self.get_output_embeddings()
         parameters = [embeddings.weight]
@@ -233,16 +240,19 @@ class PreTrainedModel(nn.Module):
         return embeddings
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
-        """Recompute the encoder layers' activations in backward instead of keeping them.
+        """Recomputes the encoder layers' activations in backward instead of keeping them.
 
         Args:
             gradient_checkpointing_kwargs: for `torch.utils.checkpoint.checkpoint`; `use_reentrant` is False by default.
+
+        Raises:
+            ValueError: nothing in the model supports it.
         """
         arguments = {"use_reentrant": False, **(gradient_checkpointing_kwargs or {})}
         self._set_gradient_checkpointing(True, partial(checkpoint, **arguments))
 
     def gradient_checkpointing_disable(self) -> None:
-        """Keep activations again."""
+        """Keeps activations again."""
         self._set_gradient_checkpointing(False, None)
 
     def _set_gradient_checkpointing(self, enabled: bool, function: Callable | None) -> None:
@@ -260,7 +270,7 @@ class PreTrainedModel(nn.Module):
 
 
 def _apply_own(module: nn.Module, function: Callable[[nn.Module], None]) -> None:
-    """Call `function` on the modules below and on `module`, leaving out models that have had their own `post_init`."""
+    """Calls `function` on the modules below and on `module`, except on models that have had their own `post_init`."""
     for child in module.children():
         if not isinstance(child, PreTrainedModel):
             _apply_own(child, function)
@@ -277,7 +287,7 @@ def _sinusoids(positions: int, width: int) -> Tensor:
 
 @torch.no_grad()
 def _resize_rows(parameter: nn.Parameter, rows: int, std: float, mean_resizing: bool) -> None:
-    """Give a (vocabulary, width) or (vocabulary,) parameter `rows` rows, in place."""
+    """Gives a (vocabulary, width) or (vocabulary,) parameter `rows` rows, in place."""
     old = parameter.data
     kept = min(rows, old.shape[0])
     if rows == old.shape[0]:

@@ -31,6 +31,9 @@ def self_attention(
 
     Returns:
         The context, in the shape of `hidden_states`, and the probabilities or None.
+
+    Raises:
+        ValueError: packed input with a mask or with `need_weights`, or as `ops.attention`.
     """
     by_head = (*hidden_states.shape[:-1], num_heads, hidden_states.shape[-1] // num_heads)
     q, k, v = (proj(hidden_states).view(by_head) for proj in (query, key, value))
@@ -63,7 +66,14 @@ class FusedSelfAttention(nn.Module):
         ValueError: `num_heads` does not divide `hidden_size`.
     """
 
-    def __init__(self, hidden_size: int, num_heads: int, dropout: float = 0.0, device=None, dtype=None) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         if hidden_size % num_heads:
             raise ValueError(f"hidden_size must be a multiple of num_heads, got {hidden_size} and {num_heads}")

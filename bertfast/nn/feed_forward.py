@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from bertfast import ops
@@ -41,8 +42,8 @@ class FusedFeedForward(nn.Module):
         hidden_size: int,
         intermediate_size: int,
         activation: str | Activation = "gelu",
-        device=None,
-        dtype=None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         get_activation(activation)

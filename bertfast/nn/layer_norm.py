@@ -18,13 +18,21 @@ class FusedAddLayerNorm(nn.Module):
         dropout: probability of dropping `x`, in training only.
     """
 
-    def __init__(self, width: int, eps: float = 1e-12, dropout: float = 0.0, device=None, dtype=None) -> None:
+    def __init__(
+        self,
+        width: int,
+        eps: float = 1e-12,
+        dropout: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.width, self.eps, self.dropout = width, eps, dropout
         self.weight = nn.Parameter(torch.ones(width, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(width, device=device, dtype=dtype))
 
     def reset_parameters(self) -> None:
+        """Sets the weight to 1 and the bias to 0."""
         nn.init.ones_(self.weight)
         nn.init.zeros_(self.bias)
 

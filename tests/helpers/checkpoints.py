@@ -96,6 +96,6 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def write_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Replace `model.safetensors`."""
+    """Replaces `model.safetensors`."""
     own = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
     safetensors.torch.save_file(own, folder / "model.safetensors", metadata={"format": "pt"})

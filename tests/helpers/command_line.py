@@ -18,7 +18,7 @@ WORDS = ["the", "a", "cat", "dog", "sat", "on", "mat", "sky", "is", "blue", "tea
 
 
 def bertfast(*arguments: object, **options) -> subprocess.CompletedProcess:
-    """The finished process of `python -m bertfast ARGUMENTS`, its output as text. options: of subprocess.run."""
+    """The finished process of `python -m bertfast ARGUMENTS`, its output as text. `options` are subprocess.run's."""
     environment = {**os.environ, **ENVIRONMENT, **options.pop("env", {})}
     command = [sys.executable, "-m", "bertfast", *map(str, arguments)]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "timeout": 120, **options}

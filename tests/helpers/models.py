@@ -140,7 +140,7 @@ def assert_same(
 ) -> dict[str, Tensor]:
     """In float64, every output and the gradient of every parameter under random cotangents; returns our outputs.
 
-    rows: (B, S), the rows to compare of outputs (B, S, ...); None for all.
+    `rows` is (B, S), the rows to compare of outputs (B, S, ...); None for all.
     """
     got, wanted = model(**inputs), stock(**(inputs if stock_inputs is None else stock_inputs))
     assert list(got) == list(wanted)
