@@ -29,6 +29,13 @@ inline std::vector<int64_t> sizes_of(const Tensor& tensor) {
   return {sizes.begin(), sizes.end()};
 }
 
+// How many rows a tensor of these sizes has: all dimensions but the last, which may be 0, together.
+inline int64_t rows_of(const std::vector<int64_t>& sizes) {
+  int64_t rows = 1;
+  for (size_t i = 0; i + 1 < sizes.size(); ++i) rows *= sizes[i];
+  return rows;
+}
+
 inline Tensor as_contiguous(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bertfast import _extension
-from bertfast.ops import dropout_mask
+from bertfast import _extension, ops
 
 pytestmark = pytest.mark.skipif(
     _extension.STATUS.state == "not_built", reason=f"no extension was built: {_extension.STATUS.reason}"
@@ -53,7 +52,7 @@ def test_dropout_follows_the_shared_stream(seed, dropout_p):
     seed = torch.tensor([seed])
     x = torch.ones(5, 33)
     _, total, _, _ = forward(x, seed=seed, dropout_p=dropout_p)
-    expected = dropout_mask(seed, (5, 33), dropout_p) * torch.tensor(1 / (1 - dropout_p), dtype=torch.float32)
+    expected = ops.dropout_mask(seed, (5, 33), dropout_p) * torch.tensor(1 / (1 - dropout_p), dtype=torch.float32)
     assert torch.equal(total, expected)
 
 
@@ -94,6 +93,17 @@ def test_no_rows():
     )
     assert dx.shape == (2, 0, 5) and dresidual.shape == (0,)
     assert all(torch.equal(s, torch.zeros(5)) for s in sums)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+def test_no_columns(dropout_p):
+    x = torch.zeros(5, 0, requires_grad=True)
+    weight, bias, x_bias = (torch.zeros(0, requires_grad=True) for _ in range(3))
+    options = {"x_bias": x_bias, "dropout_p": dropout_p, "return_sum": True, "backend": "cpu"}
+    out, total = ops.add_layer_norm(x, x, weight, bias, **options)
+    (out.sum() + total.sum()).backward()
+    assert out.shape == total.shape == x.grad.shape == (5, 0)
+    assert weight.grad.shape == bias.grad.shape == x_bias.grad.shape == (0,)
 
 
 def test_inputs_of_any_strides_are_read_and_not_written():

@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "check.h"
+#include "parallel.h"
 #include "philox.h"
 #include "simd.h"
 #include "tensor.h"
@@ -32,7 +33,6 @@
 namespace bertfast {
 namespace {
 
-constexpr int64_t kGrain = 16384;  // values that pay for waking another thread
 constexpr int64_t kMinChunkRows = 64;
 constexpr int64_t kMaxChunks = 64;  // their partial sums, 3 N each, must stay in cache
 
@@ -118,7 +118,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd(Tensor x, std::opt
   check_min_dim("x", x, 1);
   const std::vector<int64_t> sizes = sizes_of(x);
   const int64_t n = sizes.back();
-  const int64_t m = n == 0 ? 0 : x.numel() / n;
+  const int64_t m = rows_of(sizes);
   check_vector("weight", weight, n);
   check_vector("bias", bias, n);
   if (residual) {
@@ -134,7 +134,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd(Tensor x, std::opt
   Tensor sum = need_sum ? new_empty(x, sizes, dtype) : new_empty(x, {0}, dtype);
   Tensor mean = new_empty(x, row_sizes, ScalarType::Float);
   Tensor rstd = new_empty(x, row_sizes, ScalarType::Float);
-  if (m == 0) return {out, sum, mean, rstd};
+  if (x.numel() == 0) return {out, sum, mean, rstd};
 
   x = as_contiguous(x);
   if (residual) residual = as_contiguous(*residual);
@@ -150,7 +150,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd(Tensor x, std::opt
                         need_sum ? MutableRows(sum, n) : MutableRows(),
                         mean.mutable_data_ptr<float>(),
                         rstd.mutable_data_ptr<float>()};
-  torch::stable::parallel_for(0, m, std::max<int64_t>(1, kGrain / n), [&](int64_t begin, int64_t end) {
+  parallel_rows(m, n, [&](int64_t begin, int64_t end) {
     std::vector<float> buffers(3 * n);
     std::vector<uint32_t> words(forward.dropout ? n + 3 : 0);
     float* buffer = buffers.data();
@@ -229,7 +229,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> add_layer_norm_bwd(Tensor dou
   check_min_dim("sum", sum, 1);
   const std::vector<int64_t> sizes = sizes_of(sum);
   const int64_t n = sizes.back();
-  const int64_t m = n == 0 ? 0 : sum.numel() / n;
+  const int64_t m = rows_of(sizes);
   check_float("dout", dout);
   check_same_shape("dout", dout, "sum", sum);
   if (dsum) {
@@ -267,8 +267,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> add_layer_norm_bwd(Tensor dou
   const int64_t chunk_rows = std::max(kMinChunkRows, (m + kMaxChunks - 1) / kMaxChunks);
   const int64_t chunks = std::max<int64_t>(1, (m + chunk_rows - 1) / chunk_rows);
   std::vector<float> partials(chunks * 3 * n);
-  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, n * chunk_rows));
-  torch::stable::parallel_for(0, m == 0 ? 0 : chunks, grain, [&](int64_t begin, int64_t end) {
+  parallel_rows(m == 0 ? 0 : chunks, n * chunk_rows, [&](int64_t begin, int64_t end) {
     std::vector<float> buffers(5 * n);
     std::vector<uint32_t> words(backward.dropout ? n + 3 : 0);
     with_best_isa([&]() __attribute__((always_inline)) {

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "check.h"
+#include "parallel.h"
 #include "simd.h"
 #include "tensor.h"
 #include "vector.h"
@@ -24,7 +25,6 @@
 namespace bertfast {
 namespace {
 
-constexpr int64_t kGrain = 16384;  // values that pay for waking another thread
 constexpr float kLog2e = 1.44269504f;
 
 // 2^-z for z in [0, 126], a normal number; 0 beyond. Relative error 2e-9 before rounding.
@@ -70,7 +70,7 @@ void bias_activation(const Tensor& out, const float* bias, const Form& form) {
   const int64_t n = out.size(out.dim() - 1);
   const Rows in(out, n);
   const MutableRows rows(out, n);
-  torch::stable::parallel_for(0, out.numel() / n, std::max<int64_t>(1, kGrain / n), [&](int64_t begin, int64_t end) {
+  parallel_rows(out.numel() / n, n, [&](int64_t begin, int64_t end) {
     std::vector<float> buffer(n);
     with_best_isa([&]() __attribute__((always_inline)) {
       for (int64_t i = begin; i < end; ++i) {
