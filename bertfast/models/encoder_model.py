@@ -142,23 +142,13 @@ class EncoderModel(PreTrainedModel):
             ValueError: arguments that do not fit or are refused, a mask of another rank.
             IndexError: ids or positions outside their tables.
         """
-        for name, value in (
-            ("encoder_hidden_states", encoder_hidden_states),
-            ("encoder_attention_mask", encoder_attention_mask),
-            ("past_key_values", past_key_values),
-            ("use_cache", use_cache or None),
-        ):
-            if value is not None:
-                raise ValueError(f"{name} is not supported: there is no cross-attention and no cache in an encoder")
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("exactly one of input_ids and inputs_embeds must be given")
-        given = input_ids if inputs_embeds is None else inputs_embeds
-        if given.dim() != (2 if inputs_embeds is None else 3):
-            raise ValueError(f"input_ids must be (B, S) or inputs_embeds (B, S, N), got {tuple(given.shape)}")
-        batch, seqlen = given.shape[:2]
-        for name, ids in (("token_type_ids", token_type_ids), ("position_ids", position_ids)):
-            if ids is not None:
-                check_broadcast(name, ids, (batch, seqlen))
+        _refuse(
+            encoder_hidden_states=encoder_hidden_states,
+            encoder_attention_mask=encoder_attention_mask,
+            past_key_values=past_key_values,
+            use_cache=use_cache or None,
+        )
+        batch, seqlen, device = _check_inputs(input_ids, inputs_embeds, token_type_ids, position_ids)
         config = self.config
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
@@ -170,12 +160,11 @@ class EncoderModel(PreTrainedModel):
             padded_rows=_use.padded_rows or bool(output_attentions or output_hidden_states),
             first_token=_use.first_token or self.pooler is not None,
         )
-        plan = self._plan(attention_mask, batch, seqlen, given.device, use)
-        encoder = getattr(self, self.encoder_name)
+        plan = self._plan(attention_mask, batch, seqlen, device, use)
+        inputs = (input_ids, token_type_ids, position_ids, inputs_embeds)
         if plan.packing is None:
-            embedded = self.embeddings(input_ids, token_type_ids, position_ids, inputs_embeds)
-            hidden_states, all_hidden_states, weights = encoder(
-                embedded,
+            hidden_states, all_hidden_states, weights = getattr(self, self.encoder_name)(
+                self.embeddings(*inputs),
                 plan.attn_mask,
                 output_hidden_states=output_hidden_states,
                 output_attentions=output_attentions,
@@ -183,18 +172,7 @@ class EncoderModel(PreTrainedModel):
             if plan.rows is not None:
                 hidden_states = hidden_states.masked_fill(~plan.rows.unsqueeze(-1), 0.0)
         else:
-            packing = plan.packing
-            rows = (packing.batch, packing.seqlen)
-            embedded = self.embeddings(
-                *(
-                    None if t is None else packing.unpad(t.expand(*rows, *t.shape[2:])).unsqueeze(0)
-                    for t in (input_ids, token_type_ids, position_ids, inputs_embeds)
-                )
-            )
-            packed, all_hidden_states, weights = encoder(
-                embedded, cu_seqlens=packing.cu_seqlens, max_seqlen=packing.max_seqlen
-            )
-            hidden_states = packing.repad(packed[0])
+            hidden_states, all_hidden_states, weights = self._run_packed(inputs, plan.packing), None, None
         output = BaseModelOutputWithPooling(
             last_hidden_state=hidden_states,
             pooler_output=None if self.pooler is None else self.pooler(hidden_states),
@@ -229,8 +207,40 @@ class EncoderModel(PreTrainedModel):
             return Plan()
         return padded if any(found) else Plan(Packing.from_sizes(real, total, longest))
 
+    def _run_packed(self, inputs: tuple[Tensor | None, ...], packing: Packing) -> Tensor:
+        """Embeddings and encoder on the real tokens alone: (B, S, N) with zeros in padded rows."""
+        rows = (packing.batch, packing.seqlen)
+        embedded = self.embeddings(
+            *(None if t is None else packing.unpad(t.expand(*rows, *t.shape[2:])).unsqueeze(0) for t in inputs)
+        )
+        encoder = getattr(self, self.encoder_name)
+        hidden_states, _, _ = encoder(embedded, cu_seqlens=packing.cu_seqlens, max_seqlen=packing.max_seqlen)
+        return packing.repad(hidden_states[0])
+
     def _has_hooks(self) -> bool:
         return any_hooks(self.embeddings) or any_hooks(getattr(self, self.encoder_name))
+
+
+def _refuse(**arguments: object) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(f"{name} is not supported: there is no cross-attention and no cache in an encoder")
+
+
+def _check_inputs(
+    input_ids: Tensor | None, inputs_embeds: Tensor | None, token_type_ids: Tensor | None, position_ids: Tensor | None
+) -> tuple[int, int, torch.device]:
+    """B, S and the device of the inputs. Raises ValueError where they do not fit each other."""
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("exactly one of input_ids and inputs_embeds must be given")
+    given = input_ids if inputs_embeds is None else inputs_embeds
+    if given.dim() != (2 if inputs_embeds is None else 3):
+        raise ValueError(f"input_ids must be (B, S) or inputs_embeds (B, S, N), got {tuple(given.shape)}")
+    batch, seqlen = given.shape[:2]
+    for name, ids in (("token_type_ids", token_type_ids), ("position_ids", position_ids)):
+        if ids is not None:
+            check_broadcast(name, ids, (batch, seqlen))
+    return batch, seqlen, given.device
 
 
 def _mask_of_pairs(mask: Tensor, batch: int, seqlen: int) -> Tensor:
