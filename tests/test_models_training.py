@@ -74,6 +74,24 @@ def test_every_rate_of_dropout_takes_effect(name, rate):
     assert torch.equal(first, second) == (rate == "head" and not has_head_dropout)
 
 
+@pytest.mark.parametrize("name", ALL_HEADS)
+def test_heads_drop_where_stock_drops(name):
+    stock, model = pair(name)
+    seen = []
+    paths = [path for path, module in model.named_modules() if isinstance(module, nn.Dropout)]
+    for one in (model, stock):
+        calls = []
+        for path in paths:
+            one.get_submodule(path).register_forward_hook(
+                lambda module, args, output, path=path, calls=calls: calls.append((path, args[0]))
+            )
+        one(**inputs_of(name))
+        seen.append(calls)
+    assert [path for path, _ in seen[0]] == [path for path, _ in seen[1]]
+    for (path, mine), (_, theirs) in zip(*seen, strict=True):
+        assert_close(mine, theirs, path)
+
+
 def test_zero_dropout_in_train_mode_is_eval_mode():
     for name in ALL_HEADS:
         for dtype in (torch.float32, torch.float64):
