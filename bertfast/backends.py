@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from bertfast import _extension
 
@@ -51,13 +52,15 @@ class Call(NamedTuple):
     width: int | None = None
     mask: str = "none"
     features: tuple[str, ...] = ()
+    transformed: bool = False
 
     def __str__(self) -> str:
         facts = [f"device={self.device}" + (" sm_{}{}".format(*self.compute) if self.compute else "")]
         facts.append("dtypes=" + "/".join(_name(dtype) for dtype in dict.fromkeys(self.dtypes)))
         facts += [f"{name}={value}" for name, value in (("head_dim", self.head_dim), ("width", self.width)) if value]
         facts += [f"mask={self.mask}"] if self.mask != "none" else []
-        facts += [name for name, present in (("grad", self.grad), ("dropout", self.dropout)) if present]
+        present = (("grad", self.grad), ("dropout", self.dropout), ("transformed", self.transformed))
+        facts += [name for name, holds in present if holds]
         return f"{self.op}({', '.join([*facts, *self.features])})"
 
 
@@ -118,6 +121,8 @@ class Capability:
             reasons.append("no dropout")
         if call.grad and not self.backward:
             reasons.append("no backward")
+        if call.transformed and self.backend != "torch":
+            reasons.append("no forward-mode derivatives and no torch.func transforms")
         if self.features is not None:
             reasons.extend(f"no {feature}" for feature in call.features if feature not in self.features)
         return reasons
@@ -209,7 +214,14 @@ def describe(
         width,
         mask,
         features,
+        is_transformed(),
     )
+
+
+def is_transformed() -> bool:
+    """Whether `torch.func` (vmap, grad, jvp) or forward-mode differentiation is at work. They know PyTorch's own ops;
+    the tangent of a private one would be 0, without a word."""
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bertfast.backends import needs_grad
+from bertfast.backends import is_transformed, needs_grad
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Packing:
         if tuple(x.shape[:2]) != (self.batch, self.seqlen):
             raise ValueError(f"x must have shape ({self.batch}, {self.seqlen}, ...), got {tuple(x.shape)}")
         flat = x.flatten(0, 1)
-        if not needs_grad(x):
+        if not _takes_function(x):
             return flat.index_select(0, self.indices)
         return _Unpad.apply(flat, self.indices)
 
@@ -91,9 +91,14 @@ class Packing:
         if packed.shape[0] != self.indices.shape[0]:
             raise ValueError(f"packed must have shape ({self.indices.shape[0]}, ...), got {tuple(packed.shape)}")
         rows = self.batch * self.seqlen
-        move = _Repad.apply if needs_grad(packed) else _scatter
+        move = _Repad.apply if _takes_function(packed) else _scatter
         flat = move(packed, self.indices, rows)
         return flat.unflatten(0, (self.batch, self.seqlen))
+
+
+def _takes_function(x: Tensor) -> bool:
+    """Whether gradients go through the Functions below; `torch.func` and forward mode take plain ops only."""
+    return needs_grad(x) and not is_transformed()
 
 
 def _scatter(packed: Tensor, indices: Tensor, rows: int) -> Tensor:

@@ -1,10 +1,10 @@
-"""The ops under torch.compile and torch.export: whole graphs, equal results, one graph for all lengths."""
+"""The ops under torch.compile, torch.export and torch.func: whole graphs, equal results, one graph for all lengths."""
 
 import pytest
 import torch
 
-from bertfast import ops, use_backend
-from bertfast.packing import Packing
+from bertfast import BackendError, ops, use_backend
+from bertfast.packing import Packing, repad, unpad
 from helpers.op_cases import random
 from helpers.tolerance import random_cotangents
 
@@ -95,6 +95,25 @@ def test_a_whole_graph_without_gradients(name):
 
 def _tuple(outputs):
     return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+REPEATS = {
+    "residual": lambda x, w, b: ops.add_layer_norm(x, x, w, b),
+    "weights": lambda x, w, b: ops.add_layer_norm(x, None, w, w, x_bias=w) + b,
+    "two calls": lambda x, w, b: ops.add_layer_norm(ops.add_layer_norm(x, None, w, b), x, w, b, 1e-5),
+    "two calls, all defaults": lambda x, w, b: ops.add_layer_norm(ops.add_layer_norm(x, x, w, b), x, w, b),
+}
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("name", REPEATS)
+def test_tensors_that_are_used_twice(name, dynamic):
+    function = REPEATS[name]
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for rows in (3, 5, 8):
+        inputs = [numbers(0, rows, 16), numbers(1, 16), numbers(2, 16)]
+        for ours, eager in zip(results_of(compiled, inputs), results_of(function, inputs), strict=True):
+            torch.testing.assert_close(ours, eager, atol=1e-5, rtol=1e-5)
 
 
 def _layer(x, residual, w, b, w_in, w_out):
@@ -229,3 +248,71 @@ def test_packing_with_known_sizes_compiles():
     x = numbers(0, 2, 3, 4)
     compiled = torch.compile(lambda x: packing.repad(packing.unpad(x) * 2), backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), 2 * x * mask.unsqueeze(-1))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_forward_mode_agrees_with_backward(name):
+    inputs, function = CALLS[name](7)
+    points = tuple(t.detach() for t in inputs)
+    tangents = [numbers(20 + i, *t.shape).detach() for i, t in enumerate(points)]
+    if name == "embed_layer_norm":
+        tangents[0][0] = 0.0  # the padding row, whose gradient is left out on purpose
+    outputs, gradients = [list(part) for part in _split(results_of(function, inputs), len(inputs))]
+    upstream = random_cotangents({str(i): out for i, out in enumerate(outputs)}).values()
+    try:
+        found = torch.func.jvp(lambda *args: _tuple(function(*args)), points, tuple(tangents))[1]
+    except NotImplementedError:
+        assert name in ("attention", "causal", "varlen"), "stock attention has no forward mode on the CPU"
+        return
+    along = sum((u * t).sum() for u, t in zip(upstream, found, strict=True))
+    against = sum((g * t).sum() for g, t in zip(gradients, tangents, strict=True))
+    torch.testing.assert_close(along, against, atol=1e-3, rtol=1e-4)
+
+
+def _split(results, count):
+    return results[:-count], results[-count:]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_of_each_sample(name):
+    inputs, function = CALLS[name](7)
+
+    def loss(*leaves):
+        return sum(out.square().sum() for out in _tuple(function(*leaves)))
+
+    samples = [torch.stack([t.detach(), 0.5 * t.detach()]) for t in inputs]
+    found = torch.func.vmap(torch.func.grad(loss, tuple(range(len(inputs)))))(*samples)
+    for i in range(2):
+        leaves = [sample[i].clone().requires_grad_() for sample in samples]
+        for ours, eager in zip(found, torch.autograd.grad(loss(*leaves), leaves), strict=True):
+            torch.testing.assert_close(ours[i], eager, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("transform", ["vmap", "jvp", "dual"])
+def test_a_fused_backend_that_is_named_refuses_transforms(transform):
+    x, ones = numbers(0, 3, 8).detach(), torch.ones(8)
+
+    def function(x):
+        return ops.add_layer_norm(x, None, ones, ones, backend="cpu")
+
+    with pytest.raises(BackendError, match="no forward-mode derivatives and no torch.func transforms"):
+        if transform == "vmap":
+            torch.func.vmap(function)(x)
+        elif transform == "jvp":
+            torch.func.jvp(function, (x,), (x,))
+        else:
+            with torch.autograd.forward_ad.dual_level():
+                function(torch.autograd.forward_ad.make_dual(x, x))
+
+
+def test_packing_under_transforms():
+    mask = torch.tensor([[1, 1, 0], [1, 0, 1]])
+    x = numbers(0, 2, 3, 4).detach()
+
+    def twice(x):
+        tokens, packing = unpad(x, mask)
+        return repad(tokens.square(), packing)
+
+    found = torch.func.jvp(twice, (x,), (x,))[1]
+    torch.testing.assert_close(found, 2 * x.square() * mask.unsqueeze(-1))
+    torch.testing.assert_close(torch.func.grad(lambda x: twice(x).sum())(x), 2 * x * mask.unsqueeze(-1))

@@ -1,4 +1,4 @@
-"""torch.compile and torch.export of models: one graph, no recompilation per length, the results of eager mode."""
+"""torch.compile, torch.export and torch.func of models: one graph for all lengths, the results of eager mode."""
 
 from __future__ import annotations
 
@@ -217,3 +217,22 @@ def test_models_on_the_meta_device_infer_shapes():
     output = model(**inputs, labels=torch.zeros(3, dtype=torch.int64, device="meta"))
     assert output.logits.shape == (3, 2)
     assert output.loss.shape == ()
+
+
+def test_gradients_of_each_sample_under_vmap():
+    """The padded path runs under torch.func; eager takes the packed one."""
+    model = shallow("BertForTokenClassification")
+    inputs = batch("BertForTokenClassification", 3, 7)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(parameters, sample):
+        one_row = {name: t.unsqueeze(0) for name, t in sample.items()}
+        logits = torch.func.functional_call(model, parameters, kwargs=one_row).logits
+        return (logits.square().sum(-1) * one_row["attention_mask"]).sum()
+
+    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, inputs)
+    for row in range(3):
+        model.zero_grad()
+        loss(dict(model.named_parameters()), {name: t[row] for name, t in inputs.items()}).backward()
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(found[name][row], p.grad, atol=1e-4, rtol=1e-4, msg=name)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bertfast import BackendError, ops
+from bertfast import BackendError, ops, reference
 from helpers import poison
 from helpers.op_cases import ALL_DTYPES, Attention, VarlenAttention, backends_for, random, seed_tensor
 from helpers.poison import LAYOUTS, poisoned_memory  # noqa: F401
@@ -208,3 +208,21 @@ def _cu(*values):
 def test_wrong_arguments(changes, error, message):
     with pytest.raises(error, match=message):
         ops.varlen_attention(**_arguments(**changes))
+
+
+@pytest.mark.parametrize(
+    "lengths", [([0, 0], [0, 0]), ([2, 1], [0, 0]), ([0, 0], [2, 1]), ([2, 0], [0, 1]), ([2, 1], [1, 2])]
+)
+def test_values_may_have_a_width_of_their_own(lengths):
+    """As in `attention`; also where there is no query or no key."""
+    ends_q, ends_k = (torch.tensor([0, a, a + b]) for a, b in lengths)
+    tokens_q, tokens_k = int(ends_q[-1]), int(ends_k[-1])
+    query, key, value = (
+        random(t, 2, w, dtype=torch.float64, seed=i)
+        for i, (t, w) in enumerate(((tokens_q, 4), (tokens_k, 4), (tokens_k, 6)))
+    )
+    out = ops.varlen_attention(query, key, value, ends_q, ends_k, max(lengths[0]), max(lengths[1]))
+    expected = reference.varlen_attention(query, key, value, ends_q, ends_k)
+    torch.testing.assert_close(out, expected)
+    out.sum().backward()
+    assert all(t.grad.shape == t.shape for t in (query, key, value))

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from bertfast.backends import is_transformed
 from bertfast.configuration import PretrainedConfig
 from bertfast.models.base import PreTrainedModel
 from bertfast.models.outputs import BaseModelOutputWithPooling
@@ -257,7 +258,7 @@ def _mask_of_pairs(mask: Tensor, batch: int, seqlen: int) -> Tensor:
 
 
 def _is_traced(real: Tensor) -> bool:
-    """Whether lengths cannot be read: a trace or a CUDA graph that is being captured must not depend on values."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or real.is_meta:
+    """Whether lengths cannot be read: traces, `torch.func` and a CUDA graph's capture must not depend on values."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or real.is_meta or is_transformed():
         return True
     return real.is_cuda and torch.cuda.is_current_stream_capturing()

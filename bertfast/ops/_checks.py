@@ -10,6 +10,15 @@ import os
 import torch
 from torch import Tensor
 
+from bertfast.backends import is_transformed
+
+
+def check_required(names: tuple[str, ...], *tensors: Tensor) -> None:
+    """Raises TypeError unless all are tensors."""
+    for name, tensor in zip(names, tensors, strict=True):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+
 
 def check_tensors(names: tuple[str, ...], *tensors: Tensor | None) -> None:
     """Raises unless all tensors (None where an optional one is absent) are floating point (TypeError) and live on the
@@ -54,9 +63,9 @@ def values_are_checked(tensor: Tensor) -> bool:
     """Whether checks of values (ids in range, cu_seqlens ascending) run on `tensor`.
 
     On the CPU they always do. On a GPU they would cost a transfer that stalls the stream, so they need
-    `BERTFAST_VALIDATE=1`. A trace has no values to look at.
+    `BERTFAST_VALIDATE=1`. A trace has no values to look at, nor has `torch.func`.
     """
-    if torch.compiler.is_compiling() or tensor.is_meta:
+    if torch.compiler.is_compiling() or tensor.is_meta or is_transformed():
         return False
     return tensor.device.type == "cpu" or os.environ.get("BERTFAST_VALIDATE") == "1"
 

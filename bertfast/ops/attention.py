@@ -15,7 +15,7 @@ from bertfast import reference
 from bertfast.backends import Capability, choose, describe, needs_grad, register
 from bertfast.dropout import check_probability, dropout_mask
 from bertfast.ops._autocast import to_autocast
-from bertfast.ops._checks import check_device, check_rank, check_same_dtype, check_tensors
+from bertfast.ops._checks import check_device, check_rank, check_required, check_same_dtype, check_tensors
 
 
 def mask_kind(attn_mask: Tensor | None) -> str:
@@ -137,6 +137,7 @@ def attention(
         BackendError: `backend` cannot serve these inputs.
     """
     check_probability(dropout_p)
+    check_required(("query", "key", "value"), query, key, value)
     check_tensors(("query", "key", "value"), query, key, value)
     check_device("attn_mask", attn_mask, query.device)
     for name, tensor in (("query", query), ("key", key), ("value", value)):

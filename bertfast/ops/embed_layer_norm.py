@@ -19,6 +19,8 @@ from bertfast.ops._checks import (
     check_broadcast,
     check_device,
     check_range,
+    check_rank,
+    check_required,
     check_shape,
     check_tensors,
     values_are_checked,
@@ -116,11 +118,13 @@ def embed_layer_norm(
     check_probability(dropout_p)
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("exactly one of input_ids and inputs_embeds must be given")
+    check_required(("word", "position", "weight", "bias"), word, position, weight, bias)
     floats = (word, position, token_type, weight, bias, inputs_embeds)
     check_tensors(("word", "position", "token_type", "weight", "bias", "inputs_embeds"), *floats)
     ids = (("input_ids", input_ids), ("token_type_ids", token_type_ids), ("position_ids", position_ids))
     for name, tensor in ids:
         check_device(name, tensor, word.device)
+    check_rank("word", word, 2)
     width = word.shape[-1]
     for name, table in (("word", word), ("position", position), ("token_type", token_type)):
         if table is not None and (table.dim() != 2 or table.shape[1] != width):
@@ -137,6 +141,8 @@ def embed_layer_norm(
         raise ValueError("token_type_ids were given, but there is no token_type table")
     if inputs_embeds is not None and (inputs_embeds.dim() < 2 or inputs_embeds.shape[-1] != width):
         raise ValueError(f"inputs_embeds must have shape (..., S, {width}), got {tuple(inputs_embeds.shape)}")
+    if input_ids is not None:
+        check_rank("input_ids", input_ids, 1)
     shape = input_ids.shape if inputs_embeds is None else inputs_embeds.shape[:-1]
     if position_ids is None:
         if shape[-1] > position.shape[0]:

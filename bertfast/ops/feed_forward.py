@@ -13,7 +13,7 @@ from bertfast.activations import GELU_FORMS, Activation, get_activation
 from bertfast.backends import FLOAT, Capability, choose, describe, needs_grad, register
 from bertfast.dropout import apply_dropout, check_probability
 from bertfast.ops._autocast import to_autocast
-from bertfast.ops._checks import check_same_dtype, check_shape, check_tensors
+from bertfast.ops._checks import check_required, check_same_dtype, check_shape, check_tensors
 from bertfast.ops._library import extension_unavailable
 from bertfast.ops.linear_gelu import check_linear, linear_gelu_fwd
 
@@ -67,6 +67,7 @@ def feed_forward(
     check_probability(dropout_p)
     get_activation(activation)
     check_linear(x, w_in, b_in, ("x", "w_in", "b_in"))
+    check_required(("w_out",), w_out)
     check_tensors(("x", "w_out", "b_out"), x, w_out, b_out)
     if w_out.dim() != 2 or w_out.shape[1] != w_in.shape[0]:
         raise ValueError(f"w_out must have shape (N_out, {w_in.shape[0]}), got {tuple(w_out.shape)}")

@@ -6,15 +6,16 @@ backward reads dout and the saved sum and writes dx (and dresidual when dropout 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from bertfast.backends import FLOAT, HALF, Capability, choose, describe, needs_grad, register
 from bertfast.dropout import apply_dropout, check_probability, new_seed
 from bertfast.ops._autocast import normalises_in_float32
-from bertfast.ops._checks import check_rank, check_shape, check_tensors
+from bertfast.ops._checks import check_rank, check_required, check_shape, check_tensors
 from bertfast.ops._library import define, extension_unavailable
 
 _BACKENDS = ("cpu",)
@@ -53,26 +54,46 @@ _BWD = define(
 )
 
 
-class _AddLayerNorm(torch.autograd.Function):
-    """Saves the sum, the statistics and the seed; the dropout mask is regenerated. Differentiable once."""
+class _Gradients(torch.autograd.Function):
+    """The backward op in a graph of its own, so that whatever asks for a second derivative meets the error. (Under
+    `once_differentiable` gradients hang on nothing: `autograd.grad` then takes what other paths give for the whole.)"""
 
     @staticmethod
-    def forward(ctx, x, residual, weight, bias, x_bias, seed, eps, dropout_p, return_sum, backend):
+    def forward(ctx, backend, *arguments):
+        return _BWD[backend](*arguments)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(
+            "add_layer_norm is differentiable once on fused backends; backend='torch' is any number of times"
+        )
+
+
+class _AddLayerNorm(torch.autograd.Function):
+    """Saves the sum, the statistics and the seed; the dropout mask is regenerated. Differentiable once.
+
+    In eager mode the sum is always an output, so that the saved one leads back to the inputs (see `_Gradients`). A
+    trace, which has no second derivatives anyway, would make zeros for its gradient.
+    """
+
+    @staticmethod
+    def forward(ctx, x, residual, weight, bias, x_bias, seed, eps, dropout_p, need_sum, backend):
         out, total, mean, rstd = _FWD[backend](x, residual, weight, bias, x_bias, seed, eps, dropout_p, True)
         ctx.save_for_backward(total, mean, rstd, weight, seed)
-        ctx.backend, ctx.dropout_p, ctx.return_sum = backend, dropout_p, return_sum
+        ctx.backend, ctx.dropout_p = backend, dropout_p
         ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, residual, weight, bias, x_bias))
         ctx.set_materialize_grads(False)
-        return (out, total) if return_sum else out
+        return (out, total) if need_sum else (out, None)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, dout, dsum=None):
+    def backward(ctx, dout, dsum):
         total, mean, rstd, weight, seed = ctx.saved_tensors
         x_dtype, residual_dtype, weight_dtype, bias_dtype, x_bias_dtype = ctx.dtypes
         if dout is None:
             dout = torch.zeros_like(total)
-        dx, dresidual, dweight, dbias, dx_bias = _BWD[ctx.backend](
+        again = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        op = partial(_Gradients.apply, ctx.backend) if again else _BWD[ctx.backend]
+        dx, dresidual, dweight, dbias, dx_bias = op(
             dout,
             dsum,
             total,
@@ -96,14 +117,28 @@ class _AddLayerNorm(torch.autograd.Function):
         )
 
 
+def _distinct(*tensors):
+    """The tensors; in a trace a view takes the place of one that came before: Dynamo takes none twice in a Function."""
+    if not torch.compiler.is_compiling():
+        return tensors
+    seen = []
+    for tensor in tensors:
+        repeated = tensor is not None and any(tensor is other for other in seen)
+        seen.append(tensor.view_as(tensor) if repeated else tensor)
+    return tuple(seen)
+
+
 def _fused(x, residual, weight, bias, eps, x_bias, dropout_p, return_sum, seed, backend, grad):
     if dropout_p > 0.0 and seed is None:
         seed = new_seed(x.device)
     if dropout_p == 0.0:
         seed = None
     if grad:
-        return _AddLayerNorm.apply(x, residual, weight, bias, x_bias, seed, eps, dropout_p, return_sum, backend)
-    out, total, _, _ = _FWD[backend](x, residual, weight, bias, x_bias, seed, eps, dropout_p, return_sum)
+        inputs = _distinct(x, residual, weight, bias, x_bias)
+        need_sum = return_sum or not torch.compiler.is_compiling()
+        out, total = _AddLayerNorm.apply(*inputs, seed, eps, dropout_p, need_sum, backend)
+    else:
+        out, total, _, _ = _FWD[backend](x, residual, weight, bias, x_bias, seed, eps, dropout_p, return_sum)
     return (out, total) if return_sum else out
 
 
@@ -162,11 +197,15 @@ def add_layer_norm(
         pair of it and the sum. Each gradient has its input's dtype. Differentiable once on fused backends.
 
     Raises:
-        ValueError: shapes or devices that do not fit, `dropout_p` outside [0, 1].
-        TypeError: an input that is not floating point.
+        ValueError: shapes or devices that do not fit, `dropout_p` outside [0, 1], `eps` below 0.
+        TypeError: an input that is no floating point tensor.
         BackendError: `backend` cannot serve these inputs.
     """
     check_probability(dropout_p)
+    # Under dynamic=True eps is symbolic, and Dynamo must meet it before it traces the Function.
+    if not eps >= 0.0:
+        raise ValueError(f"eps must be 0 or more, got {eps}")
+    check_required(("x", "weight", "bias"), x, weight, bias)
     check_tensors(("x", "residual", "weight", "bias", "x_bias"), x, residual, weight, bias, x_bias)
     check_rank("x", x, 1)
     width = x.shape[-1]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bertfast.backends import FLOAT, Capability, choose, describe, needs_grad, register
 from bertfast.ops._autocast import to_autocast
-from bertfast.ops._checks import check_rank, check_same_dtype, check_shape, check_tensors
+from bertfast.ops._checks import check_rank, check_required, check_same_dtype, check_shape, check_tensors
 from bertfast.ops._library import LIBRARY, define, extension_unavailable
 
 # The part of linear_gelu_fwd_cpu that is in C++.
@@ -90,6 +90,7 @@ def linear_gelu(
 
 def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, names: tuple[str, str, str]) -> None:
     """Raises ValueError or TypeError unless `weight` and `bias` make a linear layer on `x`."""
+    check_required(names[:2], x, weight)
     check_tensors(names, x, weight, bias)
     check_rank(names[0], x, 1)
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from bertfast.backends import HALF, Capability, choose, describe, needs_grad, register
 from bertfast.dropout import check_probability
 from bertfast.ops._autocast import to_autocast
-from bertfast.ops._checks import check_device, check_same_dtype, check_tensors, values_are_checked
+from bertfast.ops._checks import check_device, check_required, check_same_dtype, check_tensors, values_are_checked
 from bertfast.ops.attention import check_attention_shapes, sdpa
 
 
@@ -65,8 +65,8 @@ def _torch(query, key, value, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, sc
     eager = not torch.compiler.is_compiling()
     if eager and (query.shape[0] == 0 or key.shape[0] == 0):
         # The empty sums keep key and value in the graph, so that their projections get gradients of 0 and not None.
-        zeros = query.masked_fill(torch.ones((), dtype=torch.bool, device=query.device), 0.0)
-        return zeros + key[:0].sum() + value[:0].sum()
+        zeros = query[..., :1].masked_fill(torch.ones((), dtype=torch.bool, device=query.device), 0.0)
+        return zeros.expand(*query.shape[:2], value.shape[-1]) + key[:0].sum() + value[:0].sum()
     on_host = query.device.type == "cpu" and eager
     if on_host and not (dropout_p > 0.0 and seed is not None):
         ends_q = cu_q.tolist()
@@ -140,7 +140,9 @@ def varlen_attention(
         BackendError: `backend` cannot serve these inputs.
     """
     check_probability(dropout_p)
-    check_tensors(("query", "key", "value"), query, key, value)
+    names = ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k")
+    check_required(names, query, key, value, cu_seqlens_q, cu_seqlens_k)
+    check_tensors(names[:3], query, key, value)
     check_device("cu_seqlens_q", cu_seqlens_q, query.device)
     check_device("cu_seqlens_k", cu_seqlens_k, query.device)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
