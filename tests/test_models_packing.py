@@ -193,7 +193,7 @@ def test_attentions_and_hidden_states_keep_padding(name, asked, seen):
 @pytest.mark.parametrize("name", TOKEN_HEADS)
 def test_unpad_can_be_switched_off(name, seen):
     stock, model = pair(name)
-    model.base_model.unpad = False
+    model.unpad = False
     assert_same(model, stock, inputs_of(name, "holes"))
     assert seen == PADDED
 

@@ -19,6 +19,15 @@ class TaskModel(PreTrainedModel):
 
     reads_first_token = False
 
+    @property
+    def unpad(self) -> bool:
+        """The base model's `unpad`: whether padding is removed around embeddings and encoder."""
+        return self.base_model.unpad
+
+    @unpad.setter
+    def unpad(self, value: bool) -> None:
+        self.base_model.unpad = value
+
     def encode(self, use: RowUse, **inputs: object) -> BaseModelOutputWithPooling:
         """Runs the base model on the inputs that were given."""
         if self.reads_first_token:

@@ -5,17 +5,13 @@ FLOPs: 2 M N K for x (M, K) and weight (N, K). Memory floor: x, weight and out o
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from bertfast.backends import FLOAT, Capability, choose, describe, needs_grad, register
 from bertfast.ops._autocast import to_autocast
 from bertfast.ops._checks import check_rank, check_required, check_same_dtype, check_shape, check_tensors
-from bertfast.ops._library import LIBRARY, define, extension_unavailable
-
-# The part of linear_gelu_fwd_cpu that is in C++.
-LIBRARY.define("bias_gelu_cpu(Tensor(a!) out, Tensor? bias, bool tanh) -> ()")
+from bertfast.ops._library import define, extension_unavailable
 
 
 def _fwd_fake(x, weight, bias, approximate):
@@ -25,16 +21,6 @@ def _fwd_fake(x, weight, bias, approximate):
 _FWD = define(
     "linear_gelu_fwd", "(Tensor x, Tensor weight, Tensor? bias, str approximate) -> Tensor", _fwd_fake, ("cpu",)
 )
-
-
-def _fwd_cpu(x, weight, bias, approximate):
-    """The GEMM is torch's; what follows it runs in place on its output, which nobody else has seen."""
-    out = F.linear(x, weight).contiguous()
-    torch.ops.bertfast.bias_gelu_cpu(out, bias, approximate == "tanh")
-    return out
-
-
-LIBRARY.impl("linear_gelu_fwd_cpu", _fwd_cpu, "CPU")
 
 
 def linear_gelu_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, backend: str) -> Tensor:
