@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from build import ProjectBuilder
 
 import bertfast
-from build import ProjectBuilder
 from helpers.project import ROOT, block, copy_tree, run_python
 
 
