@@ -82,6 +82,6 @@ def get_activation(activation: str | Activation) -> Activation:
     """
     if callable(activation):
         return activation
-    if activation not in ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ValueError(f"activation must be a callable or one of {', '.join(ACTIVATIONS)}; got {activation!r}")
     return ACTIVATIONS[activation]

@@ -140,6 +140,9 @@ class PretrainedConfig:
 
     def _set_labels(self, num_labels: int | None, id2label: Mapping | None, label2id: Mapping | None) -> None:
         self.id2label = self.label2id = None
+        for name, labels in (("id2label", id2label), ("label2id", label2id)):
+            if not isinstance(labels, Mapping | None):
+                raise ValueError(f"{name} must be a mapping, got {labels!r}")
         if id2label is None and label2id is not None and num_labels in (None, len(label2id)):
             id2label = {index: label for label, index in label2id.items()}
         if id2label is None:
@@ -190,8 +193,8 @@ class PretrainedConfig:
         """Refuses a configuration that the encoder would run as something else than it says.
 
         Raises:
-            ValueError: decoder mode, cross-attention, position embeddings other than absolute ones, pruned heads, or
-                sizes that do not fit together.
+            ValueError: decoder mode, cross-attention, position embeddings other than absolute ones, pruned heads,
+                sizes that do not fit together, or a number out of its range.
         """
         for name in ("is_decoder", "add_cross_attention", "is_encoder_decoder"):
             if getattr(self, name, False):
@@ -208,6 +211,18 @@ class PretrainedConfig:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
         if not isinstance(self.num_hidden_layers, int) or self.num_hidden_layers < 0:
             raise ValueError(f"num_hidden_layers must be an integer of 0 or more, got {self.num_hidden_layers!r}")
+        types = getattr(self, "type_vocab_size", 0)
+        if not isinstance(types, int) or types < 0:
+            raise ValueError(f"type_vocab_size must be an integer of 0 or more, got {types!r}")
+        if not isinstance(self.pad_token_id, int | None):
+            raise ValueError(f"pad_token_id must be an integer or None, got {self.pad_token_id!r}")
+        eps = getattr(self, "layer_norm_eps", 0.0)
+        if not isinstance(eps, int | float) or not eps >= 0.0:
+            raise ValueError(f"layer_norm_eps must be a number of 0 or more, got {eps!r}")
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
+                raise ValueError(f"{name} must be a number between 0 and 1, got {value!r}")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size ({self.hidden_size}) is no multiple of num_attention_heads ({self.num_attention_heads})"
@@ -408,7 +423,7 @@ def config_for(source: Any, *, origin: str = "the configuration") -> PretrainedC
     else:
         raise TypeError(f"expected a configuration or a dict, got {type(source).__name__}")
     model_type = fields.get("model_type")
-    if model_type not in CONFIGS:
+    if not isinstance(model_type, str) or model_type not in CONFIGS:
         raise CheckpointError(f"model_type of {origin} is {model_type!r}; supported are {', '.join(sorted(CONFIGS))}")
     return CONFIGS[model_type].from_dict(fields)
 

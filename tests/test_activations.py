@@ -107,3 +107,6 @@ def test_callables_pass_and_unknown_names_do_not():
     for name in ("GELU", "gelu_10", "", "erf"):
         with pytest.raises(ValueError, match=f"activation must be a callable or one of gelu, .*; got '{name}'"):
             get_activation(name)
+    for other in (None, 3, ["gelu"]):
+        with pytest.raises(ValueError, match="activation must be a callable"):
+            get_activation(other)

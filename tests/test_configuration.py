@@ -111,6 +111,15 @@ def test_copies_are_equal_and_independent():
         ({"hidden_size": 25}, "no multiple"),
         ({"vocab_size": 0}, "vocab_size"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers"),
+        ({"hidden_size": 24.0}, "hidden_size"),
+        ({"type_vocab_size": -1}, "type_vocab_size"),
+        ({"type_vocab_size": "2"}, "type_vocab_size"),
+        ({"pad_token_id": "0"}, "pad_token_id"),
+        ({"layer_norm_eps": "small"}, "layer_norm_eps"),
+        ({"layer_norm_eps": -1.0}, "layer_norm_eps"),
+        ({"layer_norm_eps": float("nan")}, "layer_norm_eps"),
+        ({"hidden_dropout_prob": "0.1"}, "hidden_dropout_prob"),
+        ({"attention_probs_dropout_prob": 1.5}, "attention_probs_dropout_prob"),
     ],
 )
 def test_what_the_encoder_cannot_run_is_refused(fields, message):
@@ -123,7 +132,9 @@ def test_what_makes_no_difference_is_accepted():
     DistilBertConfig().check_supported()
 
 
-@pytest.mark.parametrize("fields", [{"dtype": "floatish"}, {"problem_type": "guess"}])
+@pytest.mark.parametrize(
+    "fields", [{"dtype": "floatish"}, {"problem_type": "guess"}, {"id2label": ["a"]}, {"label2id": "a"}]
+)
 def test_values_outside_their_set_are_refused(fields):
     with pytest.raises(ValueError, match=next(iter(fields))):
         BertConfig(**fields)
@@ -138,6 +149,8 @@ def test_config_for():
     assert config_for(stock).output_attentions is True
     with pytest.raises(CheckpointError, match="'gpt2'.*bert"):
         config_for({"model_type": "gpt2"})
+    with pytest.raises(CheckpointError, match="model_type"):
+        config_for({"model_type": ["bert"]})
     with pytest.raises(TypeError, match="int"):
         config_for(3)
 
@@ -158,7 +171,7 @@ def test_from_pretrained_reads_a_folder(tmp_path):
         assert BertConfig.from_pretrained(tmp_path / "sub").model_type == "bert"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "\x00\xff"])
+@pytest.mark.parametrize("text", ["", "{", "[1]", "[" * 100_000, "\x00\xff"])
 def test_a_damaged_file_is_one_clear_error(text, tmp_path):
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
     with pytest.raises(CheckpointError, match="config.json"):

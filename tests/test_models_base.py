@@ -202,6 +202,10 @@ def test_gradient_checkpointing(name, kwargs):
         torch.testing.assert_close(got[key], wanted[key])
     model.gradient_checkpointing_disable()
     assert not model.is_gradient_checkpointing
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=None, every_n_layers=1, offload=False)
+    for option in ({"every_n_layers": 2}, {"offload": True}):
+        with pytest.raises(ValueError, match=next(iter(option))):
+            model.gradient_checkpointing_enable(**option)
 
 
 AUTO = {

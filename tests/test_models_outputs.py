@@ -175,6 +175,16 @@ def test_the_last_hidden_states_do_not_alias_an_input():
     assert torch.equal(embeds, before)
 
 
+@pytest.mark.parametrize("rebuilt", [dict, lambda out: ((key, out[key]) for key in out)], ids=["mapping", "pairs"])
+def test_made_anew_from_a_mapping_or_from_pairs(rebuilt):
+    """As accelerate and Trainer, and the gathering of DataParallel, do."""
+    for output in (some_output(), LogitsOutput(logits=torch.ones(2)), LogitsOutput()):
+        again = type(output)(rebuilt(output))
+        assert list(again) == list(output) and again.to_tuple() == output.to_tuple()
+        for field in dataclasses.fields(output):
+            assert getattr(again, field.name) is getattr(output, field.name)
+
+
 def test_every_output_type_is_a_dataclass_with_optional_fields():
     kinds = output_types.ModelOutput.__subclasses__()
     assert BaseModelOutputWithPooling in kinds

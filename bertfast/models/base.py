@@ -239,15 +239,23 @@ class PreTrainedModel(nn.Module):
         self.config.vocab_size = rows
         return embeddings
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+    def gradient_checkpointing_enable(
+        self,
+        gradient_checkpointing_kwargs: dict[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
         """Recomputes the encoder layers' activations in backward instead of keeping them.
 
         Args:
             gradient_checkpointing_kwargs: for `torch.utils.checkpoint.checkpoint`; `use_reentrant` is False by default.
+            every_n_layers, offload: of transformers, whose Trainer passes them always; not supported.
 
         Raises:
-            ValueError: nothing in the model supports it.
+            ValueError: nothing in the model supports it, or an option that is not supported.
         """
+        if every_n_layers != 1 or offload:
+            raise ValueError(f"every_n_layers={every_n_layers} and offload={offload}: only 1 and False are supported")
         arguments = {"use_reentrant": False, **(gradient_checkpointing_kwargs or {})}
         self._set_gradient_checkpointing(True, partial(checkpoint, **arguments))
 

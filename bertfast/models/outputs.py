@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -14,7 +15,8 @@ class ModelOutput(OrderedDict):
     """A dataclass that is also the dictionary, and on request the tuple, of its fields that are not None.
 
     `out.logits`, `out["logits"]`, `out[0]` and `out[:2]` all work, and `out.to_tuple()` is what a model
-    returns for `return_dict=False`. Being a dictionary, it passes through DataParallel and Trainer.
+    returns for `return_dict=False`. Being a dictionary, it passes through DataParallel, accelerate and Trainer, which
+    rebuild it as `type(out)(...)` of a mapping or of pairs.
     """
 
     def __init_subclass__(cls) -> None:
@@ -29,6 +31,11 @@ class ModelOutput(OrderedDict):
         )
 
     def __post_init__(self) -> None:
+        first, *others = (field.name for field in fields(self))
+        items = getattr(self, first)
+        if isinstance(items, (Mapping, Iterator)) and all(getattr(self, name) is None for name in others):
+            for name, value in {first: None, **dict(items)}.items():
+                setattr(self, name, value)
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None:
