@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import secrets
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -259,7 +260,7 @@ class PretrainedConfig:
         """Writes `config.json` into a folder, which is made if need be; an older file is replaced in one step."""
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / f".{CONFIG_NAME}.{os.getpid()}"
+        temporary = folder / f".{CONFIG_NAME}.{secrets.token_hex(4)}"
         try:
             temporary.write_text(self.to_json_string(), encoding="utf-8")
             temporary.replace(folder / CONFIG_NAME)

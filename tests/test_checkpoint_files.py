@@ -190,11 +190,23 @@ def test_a_pickle_that_is_no_state_dict_is_refused(content, folder):
         ours(NAME).from_pretrained(folder)
 
 
-def test_quantised_weights_are_refused(folder):
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_quantised_weights_are_refused(dtype, folder):
     tensors = read_tensors(folder)
     name = "bert.encoder.layer.0.output.dense.weight"
-    write_tensors(folder, {**tensors, name: tensors[name].to(torch.int8)})
-    with pytest.raises(CheckpointError, match=f"{name} .*int8"):
+    write_tensors(folder, {**tensors, name: tensors[name].to(dtype)})
+    with pytest.raises(CheckpointError, match=f"{name} .*{dtype}: quantised"):
+        ours(NAME).from_pretrained(folder)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "meta"])
+def test_tensors_without_dense_values_are_refused(kind, folder):
+    tensors = read_tensors(folder)
+    (folder / "model.safetensors").unlink()
+    name = "bert.encoder.layer.0.output.dense.weight"
+    tensors[name] = tensors[name].to_sparse() if kind == "sparse" else tensors[name].to("meta")
+    torch.save(tensors, folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=f"{name} .*{kind}"):
         ours(NAME).from_pretrained(folder)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -204,3 +205,14 @@ def test_a_file_in_the_way_is_an_error(tmp_path):
     model = ours("BertModel").from_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="is a file"):
         model.save_pretrained(tmp_path / "config.json")
+
+
+def test_threads_may_save_into_one_folder(tmp_path):
+    model = ours("BertModel").from_pretrained(saved_stock(tmp_path / "stock", "BertModel"))
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(model.save_pretrained, tmp_path / "ours") for _ in range(16)]:
+            done.result()
+        for done in [pool.submit(model.config.save_pretrained, tmp_path / "config") for _ in range(16)]:
+            done.result()
+    assert sorted(path.name for path in (tmp_path / "ours").iterdir()) == ["config.json", "model.safetensors"]
+    assert [path.name for path in (tmp_path / "config").iterdir()] == ["config.json"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 from importlib import resources
 
@@ -180,6 +182,33 @@ def test_a_full_disk_and_a_closed_pipe_on_standard_output():
         assert "No space left" in error_of(bertfast("params", "bert-base", "--json", stdout=full))
     code = "import os, sys; r, w = os.pipe(); os.close(r); os.dup2(w, 1); from bertfast.cli import main; "
     assert "went away" in error_of(python(f"{code} main(['params', 'bert-base', '--json'])"))
+
+
+@pytest.mark.parametrize("closed", [0, 1, 2])
+def test_a_closed_standard_stream(closed):
+    done = bertfast("params", "bert-base", preexec_fn=lambda: os.close(closed))
+    assert done.returncode == 0 and done.stderr == ""
+    assert ("109,482,240" in done.stdout) == (closed != 1)
+
+
+def test_closed_standard_input_is_empty_input(tiny, tmp_path):
+    arguments = ("embed", tiny, "--input", "-", "--output", tmp_path / "out.npy")
+    assert error_of(bertfast(*arguments, preexec_fn=lambda: os.close(0))) == "standard input is empty"
+    assert not (tmp_path / "out.npy").exists()
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_text_that_the_terminal_cannot_show(tiny, tmp_path, as_json):
+    ascii_only = {"PYTHONIOENCODING": "ascii"}
+    folder = tmp_path / "mödel"
+    shutil.copytree(tiny, folder)
+    done = bertfast("params", folder, *["--json"] * as_json, env=ascii_only)
+    assert done.returncode == 0 and done.stderr == ""
+    if as_json:
+        assert json.loads(done.stdout)["name"] == str(folder)
+    else:
+        assert "m\\xf6del" in done.stdout
+    assert "\\xf6" in error_of(bertfast("params", tmp_path / "nö", env=ascii_only))
 
 
 def bundled_sentences() -> list[str]:

@@ -163,8 +163,11 @@ def _fill(
             report.mismatched[name] = (found, wanted)
     loaded = {name: weights[file_name] for name, file_name in matched.items() if name not in report.mismatched}
     for name, tensor in loaded.items():
-        if not tensor.is_floating_point():
+        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
             raise CheckpointError(f"{name} in {report.source} is {tensor.dtype}: quantised weights are not supported")
+        if tensor.is_meta or tensor.layout != torch.strided:
+            kind = "meta" if tensor.is_meta else tensor.layout
+            raise CheckpointError(f"{name} in {report.source} is a {kind} tensor, not one of dense values")
 
     missing = set(places) - set(matched)
     tied = model.tied_weights

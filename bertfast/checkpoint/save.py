@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,7 +69,8 @@ def save_pretrained(
     config_text = _config_text(model)
     writers[CONFIG_NAME] = lambda path: path.write_text(config_text, encoding="utf-8")
 
-    temporary = {name: folder / f".{name}.{os.getpid()}.tmp" for name in writers}
+    token = secrets.token_hex(4)  # of this call: threads and machines that share the folder may save at once
+    temporary = {name: folder / f".{name}.{token}.tmp" for name in writers}
     try:
         for name, write in writers.items():
             write(temporary[name])

@@ -6,6 +6,7 @@ shows where it came from. The modules of the commands import torch inside their 
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     debug = "--traceback" in arguments or os.environ.get("BERTFAST_DEBUG", "") not in ("", "0")
     arguments = [argument for argument in arguments if argument != "--traceback"]
     warnings.showwarning = _show_warning
+    _complete_streams()
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # unwinds, so files are cleaned up
     try:
         # Not cli.main, which ends the process by itself, and without a word, when standard output is closed.
@@ -64,6 +66,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             traceback.print_exc()
         code = _fail(_message(error))
     sys.exit(code)
+
+
+def _complete_streams() -> None:
+    """Puts /dev/null where a standard stream is closed (None), and escapes where a terminal cannot show a character."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - stays open as long as the process runs
+        elif mode == "w" and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _fail(message: str, code: int = 2) -> int:

@@ -26,8 +26,9 @@ device_option = click.option(
 
 
 def print_json(value: object) -> None:
-    """Indented JSON on standard output."""
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    """Indented JSON on standard output, in ASCII where that does not take UTF-8."""
+    unicode = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "") == "utf8"
+    click.echo(json.dumps(value, indent=2, ensure_ascii=not unicode))
 
 
 def output() -> Console:
