@@ -154,7 +154,7 @@ class Tokenizer:
 
         Raises:
             TypeError: a text is neither a string nor a pair of strings.
-            ValueError: the limit has no room for a token beside the special ones.
+            ValueError: the limit has no room for a token beside the special ones, or a text holds lone surrogates.
         """
         texts = [self._checked(text) for text in texts]
         limit = (self.max_length if max_length is None else max_length) if truncation else None
@@ -167,7 +167,17 @@ class Tokenizer:
                 self.backend.no_truncation()
             else:
                 self.backend.enable_truncation(limit, strategy="longest_first", direction=self.truncation_side)
-            return self.backend.encode_batch(texts)
+            try:
+                return self.backend.encode_batch(texts)
+            except TypeError as error:
+                # The library's word for lone surrogates; everything else has been checked.
+                raise ValueError(f"a text holds lone surrogates, which no tokenizer takes: {texts!r:.80}") from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
 
     def __call__(
         self,
@@ -192,8 +202,8 @@ class Tokenizer:
 
         Raises:
             TypeError: a text is no string.
-            ValueError: `pair` has another number of texts, `padding` is unknown or makes no tensor, or the limit has no
-                room for a token beside the special ones.
+            ValueError: `pair` has another number of texts, `padding` is unknown or makes no tensor, the limit has no room
+                for a token beside the special ones, or a text holds lone surrogates.
         """
         first = [texts] if isinstance(texts, str) else list(texts)
         if pair is not None:

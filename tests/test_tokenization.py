@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -218,6 +220,24 @@ def test_bad_arguments():
         tokenizer("a", padding="most")
     with pytest.raises(TypeError, match="use_fast"):
         Tokenizer.from_pretrained(MINILM, use_fast=True)
+
+
+def test_lone_surrogates_are_named():
+    tokenizer = Tokenizer.from_pretrained(MINILM)
+    for arguments in (("a\ud800b",), ("a", "\udfff"), (["fine", "\ud800"],)):
+        with pytest.raises(ValueError, match="lone surrogates"):
+            tokenizer(*arguments)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t))], ids=["deepcopy", "pickle"])
+def test_copies(copied):
+    """As workers that are spawned need it."""
+    tokenizer = Tokenizer.from_pretrained(MINILM)
+    tokenizer.max_length = 7
+    again = copied(tokenizer)
+    for one, other in ((tokenizer(TEXTS), again(TEXTS)), (tokenizer(TEXTS, TEXTS), again(TEXTS, TEXTS))):
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    assert again.pad_token_id == tokenizer.pad_token_id and again.backend is not tokenizer.backend
 
 
 def test_threads_do_not_share_a_limit():
