@@ -202,8 +202,8 @@ class Tokenizer:
 
         Raises:
             TypeError: a text is no string.
-            ValueError: `pair` has another number of texts, `padding` is unknown or makes no tensor, the limit has no room
-                for a token beside the special ones, or a text holds lone surrogates.
+            ValueError: `pair` has another number of texts, `padding` is unknown or makes no tensor, the limit has no
+                room for a token beside the special ones, or a text holds lone surrogates.
         """
         first = [texts] if isinstance(texts, str) else list(texts)
         if pair is not None:
