@@ -72,7 +72,8 @@ def _always_available() -> str | None:
 class Capability:
     """What one backend takes for one op. `None` means no limit.
 
-    `implementation` is what the public op calls; its signature is the op's own affair. `unavailable` says why the
+    `implementation` is what the public op calls; its signature is the op's own affair. The automatic choice takes the
+    backend for `auto_dtypes` only; one that is named serves all of `dtypes`. `unavailable` says why the
     backend cannot run on this machine at all (not built, library missing), or None.
     """
 
@@ -81,6 +82,7 @@ class Capability:
     implementation: Callable[..., Any]
     devices: frozenset[str] | None = None
     dtypes: frozenset[torch.dtype] | None = None
+    auto_dtypes: frozenset[torch.dtype] | None = None
     min_compute: tuple[int, int] | None = None
     max_head_dim: int | None = None
     max_width: int | None = None
@@ -93,6 +95,10 @@ class Capability:
     def unavailable_reason(self) -> str | None:
         """Why this backend cannot run here at all, or None."""
         return self.unavailable()
+
+    def is_automatic_for(self, call: Call) -> bool:
+        """Whether the automatic choice may take this backend for `call`, if it can serve it."""
+        return self.auto_dtypes is None or self.auto_dtypes.issuperset(call.dtypes)
 
     def not_supported_reasons(self, call: Call) -> list[str]:
         """Every reason against serving `call`; empty when it can be served."""
@@ -137,7 +143,7 @@ def _names(items: frozenset) -> str:
 
 
 _capabilities: dict[tuple[str, str], Capability] = {}
-_choices: dict[tuple[Call, tuple[str, ...]], Capability] = {}
+_choices: dict[tuple[Call, tuple[str, ...] | None], Capability] = {}
 
 
 class _Pinned(threading.local):
@@ -237,8 +243,6 @@ def choose(call: Call, backend: str | None = None) -> Capability:
         ValueError: `backend` is no backend's name.
     """
     order = _pinned.order if backend is None else _order((backend,))
-    if order is None:
-        order = AUTO_ORDER.get(call.device, ("torch",))
     if torch.compiler.is_compiling():
         return _select(call, order)
     choice = _choices.get((call, order))
@@ -249,10 +253,13 @@ def choose(call: Call, backend: str | None = None) -> Capability:
     return choice
 
 
-def _select(call: Call, order: tuple[str, ...]) -> Capability:
+def _select(call: Call, named: tuple[str, ...] | None) -> Capability:
+    order = AUTO_ORDER.get(call.device, ("torch",)) if named is None else named
     for backend in order:
         capability = _capabilities.get((call.op, backend))
-        if capability is not None and not capability.not_supported_reasons(call):
+        if capability is None or capability.not_supported_reasons(call):
+            continue
+        if named is not None or capability.is_automatic_for(call):
             return capability
     lines = [f"no backend can serve {call}; asked for: {', '.join(order)}"]
     for backend in BACKENDS:

@@ -6,8 +6,6 @@ backward reads dout and the saved sum and writes dx (and dresidual when dropout 
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,9 +14,11 @@ from bertfast.backends import FLOAT, HALF, Capability, choose, describe, needs_g
 from bertfast.dropout import apply_dropout, check_probability, new_seed
 from bertfast.ops._autocast import normalises_in_float32
 from bertfast.ops._checks import check_rank, check_required, check_shape, check_tensors
-from bertfast.ops._library import define, extension_unavailable
+from bertfast.kernels.tiles import MAX_WIDTH
+from bertfast.ops._library import TRITON_DEVICES, define, extension_unavailable, triton_unavailable
+from bertfast.ops._once import distinct, once
 
-_BACKENDS = ("cpu",)
+_BACKENDS = ("triton", "cpu")
 
 
 def _fwd_fake(x, residual, weight, bias, x_bias, seed, eps, dropout_p, need_sum):
@@ -43,6 +43,7 @@ _FWD = define(
     " float dropout_p, bool need_sum) -> (Tensor out, Tensor sum, Tensor mean, Tensor rstd)",
     _fwd_fake,
     _BACKENDS,
+    launcher="layer_norm",
 )
 _BWD = define(
     "add_layer_norm_bwd",
@@ -51,28 +52,14 @@ _BWD = define(
     " -> (Tensor dx, Tensor dresidual, Tensor dweight, Tensor dbias, Tensor dx_bias)",
     _bwd_fake,
     _BACKENDS,
+    launcher="layer_norm",
 )
-
-
-class _Gradients(torch.autograd.Function):
-    """The backward op in a graph of its own, so that whatever asks for a second derivative meets the error. (Under
-    `once_differentiable` gradients hang on nothing: `autograd.grad` then takes what other paths give for the whole.)"""
-
-    @staticmethod
-    def forward(ctx, backend, *arguments):
-        return _BWD[backend](*arguments)
-
-    @staticmethod
-    def backward(ctx, *_):
-        raise RuntimeError(
-            "add_layer_norm is differentiable once on fused backends; backend='torch' is any number of times"
-        )
 
 
 class _AddLayerNorm(torch.autograd.Function):
     """Saves the sum, the statistics and the seed; the dropout mask is regenerated. Differentiable once.
 
-    In eager mode the sum is always an output, so that the saved one leads back to the inputs (see `_Gradients`). A
+    In eager mode the sum is always an output, so that the saved one leads back to the inputs (see `once`). A
     trace, which has no second derivatives anyway, would make zeros for its gradient.
     """
 
@@ -91,9 +78,7 @@ class _AddLayerNorm(torch.autograd.Function):
         x_dtype, residual_dtype, weight_dtype, bias_dtype, x_bias_dtype = ctx.dtypes
         if dout is None:
             dout = torch.zeros_like(total)
-        again = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        op = partial(_Gradients.apply, ctx.backend) if again else _BWD[ctx.backend]
-        dx, dresidual, dweight, dbias, dx_bias = op(
+        dx, dresidual, dweight, dbias, dx_bias = once("add_layer_norm", _BWD[ctx.backend])(
             dout,
             dsum,
             total,
@@ -117,24 +102,13 @@ class _AddLayerNorm(torch.autograd.Function):
         )
 
 
-def _distinct(*tensors):
-    """The tensors; in a trace a view takes the place of one that came before: Dynamo takes none twice in a Function."""
-    if not torch.compiler.is_compiling():
-        return tensors
-    seen = []
-    for tensor in tensors:
-        repeated = tensor is not None and any(tensor is other for other in seen)
-        seen.append(tensor.view_as(tensor) if repeated else tensor)
-    return tuple(seen)
-
-
 def _fused(x, residual, weight, bias, eps, x_bias, dropout_p, return_sum, seed, backend, grad):
     if dropout_p > 0.0 and seed is None:
         seed = new_seed(x.device)
     if dropout_p == 0.0:
         seed = None
     if grad:
-        inputs = _distinct(x, residual, weight, bias, x_bias)
+        inputs = distinct(x, residual, weight, bias, x_bias)
         need_sum = return_sum or not torch.compiler.is_compiling()
         out, total = _AddLayerNorm.apply(*inputs, seed, eps, dropout_p, need_sum, backend)
     else:
@@ -223,6 +197,18 @@ def add_layer_norm(
 
 
 register(Capability("add_layer_norm", "torch", _torch))
+register(
+    Capability(
+        "add_layer_norm",
+        "triton",
+        _fused,
+        devices=TRITON_DEVICES,
+        dtypes=FLOAT,
+        min_compute=(7, 5),
+        max_width=MAX_WIDTH,
+        unavailable=triton_unavailable,
+    )
+)
 register(
     Capability(
         "add_layer_norm",
