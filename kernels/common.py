@@ -1,8 +1,8 @@
 """Device functions that all kernels share: rounding, dots, dropout masks.
 
 The interpreter (`TRITON_INTERPRET=1`) differs from a GPU in two ways that are mended here and nowhere else: its bf16
-`tl.dot` multiplies bit patterns, and its conversion of fp32 to bf16 truncates (and makes a subnormal number of another). A canary test says when
-it no longer does.
+`tl.dot` multiplies bit patterns, and its conversion of fp32 to bf16 truncates, and makes other numbers of subnormal
+ones. A canary test says when it no longer does.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Tile sizes, warps and stages as pure functions of shape, item size and compute capability. No Triton import: the tests
-hold every number to the limit it meets on the CPU.
+"""Tile sizes, warps and stages as pure functions of shape, item size and compute capability.
+
+No Triton import: on any machine the tests hold every number to the limit it meets.
 
 Limits, by compute capability: shared memory a block may have (KiB), registers a thread may have (255 everywhere, 65,536
 a multiprocessor), and multiprocessors of the card that tiles are counted against where no card is present.

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from bertfast.backends import FLOAT, HALF, Capability, choose, describe, needs_grad, register
 from bertfast.dropout import apply_dropout, check_probability, new_seed
+from bertfast.kernels.tiles import MAX_WIDTH
 from bertfast.ops._autocast import normalises_in_float32
 from bertfast.ops._checks import check_rank, check_required, check_shape, check_tensors
-from bertfast.kernels.tiles import MAX_WIDTH
 from bertfast.ops._library import TRITON_DEVICES, define, extension_unavailable, triton_unavailable
 from bertfast.ops._once import distinct, once
 
