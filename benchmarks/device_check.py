@@ -67,6 +67,12 @@ class Stage:
 STAGES = [
     Stage("environment", "bertfast.benchmarks.device_stages:environment", 60, essential=True),
     Stage("build", "bertfast.benchmarks.device_stages:build", 180),
+    Stage(
+        "compile",
+        "bertfast.benchmarks.device_parity:compile_kernels",
+        100,
+        gpu_only="interpreted kernels are not compiled",
+    ),
     Stage("attention ops", "bertfast.benchmarks.device_parity:attention_ops", 60),
     Stage("row ops", "bertfast.benchmarks.device_parity:row_ops", 60),
     Stage("GEMM ops", "bertfast.benchmarks.device_parity:gemm_ops", 60),
@@ -77,7 +83,8 @@ STAGES = [
         60,
         gpu_only="streams, synchronisation and CUDA graphs exist on a GPU only",
     ),
-    Stage("timings", "bertfast.benchmarks.device_timings:timings", 150),
+    Stage("model timings", "bertfast.benchmarks.device_timings:timings", 120),
+    Stage("op timings", "bertfast.benchmarks.device_ops:timings", 60),
     Stage(
         "compute-sanitizer",
         "bertfast.benchmarks.device_stages:compute_sanitizer",

@@ -7,8 +7,13 @@ need a checkout; a new backend needs no new line here.
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +21,12 @@ from torch import Tensor, nn
 
 import bertfast
 from bertfast import backends, ops
-from bertfast.benchmarks.device_check import Report
+from bertfast.benchmarks.device_check import Report, Stage, command_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 GPU_BACKENDS = ("triton", "cuda")
+# Which part of the cases a process compiles, as "i/n".
+SHARE = "BERTFAST_DEVICE_CHECK_SHARE"
 NEEDS_CHECKOUT = "the tests' helpers are not here: run from a checkout"
 Make = Callable[[torch.dtype], Any]
 
@@ -39,8 +46,40 @@ def row_ops(report: Report) -> None:
 
 
 def gemm_ops(report: Report) -> None:
-    """linear_gelu and feed_forward."""
-    _ops(report, ("linear_gelu", "feed_forward"))
+    """linear_gelu, feed_forward and qkv_projection."""
+    _ops(report, ("linear_gelu", "feed_forward", "qkv_projection"))
+
+
+def compile_kernels(report: Report) -> None:
+    """Fills Triton's cache on all cores: one after the other, the kernels of the parity stages compile for minutes."""
+    shares = min(8, len(os.sched_getaffinity(0)))
+    with tempfile.TemporaryDirectory() as scratch:
+        workers = []
+        for i in range(shares):
+            stage = Stage("compile", "bertfast.benchmarks.device_parity:compile_share", report.seconds_left())
+            command = command_of(stage, Path(scratch, f"{i}.jsonl"), False, report.seconds_left())
+            environment = {**os.environ, SHARE: f"{i}/{shares}"}
+            workers.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
+        codes = [worker.wait() for worker in workers]
+    # What does not compile fails in the parity stages, with its name and reason.
+    report.measured("processes", count=shares, codes=codes)
+
+
+def compile_share(report: Report) -> None:
+    """Runs every `shares`th case on our own GPU backends, whatever comes of it."""
+    share, shares = map(int, os.environ[SHARE].split("/"))
+    made = [
+        (capability.backend, make, dtype)
+        for capability in backends.candidates()
+        if capability.backend in GPU_BACKENDS and capability.unavailable_reason() is None
+        for make in cases(capability.op, small=False).values()
+        for dtype in DTYPES
+    ]
+    for backend, make, dtype in made[share::shares]:
+        with suppress(Exception):
+            case = _on(make(dtype), report.device)
+            outputs = case.ours(case.inputs, backend)
+            torch.autograd.backward(list(outputs.values()), [torch.ones_like(out) for out in outputs.values()])
 
 
 def gpu_kernels(report: Report) -> None:

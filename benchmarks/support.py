@@ -28,6 +28,9 @@ def matrix(capabilities: Sequence[Capability]) -> str:
 def _row(capability: Capability) -> tuple[str, ...]:
     dtypes = None if capability.dtypes is None else {str(dtype).removeprefix("torch.") for dtype in capability.dtypes}
     limits = []
+    if capability.auto_dtypes is not None:
+        automatic = {str(dtype).removeprefix("torch.") for dtype in capability.auto_dtypes}
+        limits.append(f"{', '.join(sorted((dtypes or set(DTYPES)) - automatic))} only when named")
     if capability.min_compute is not None:
         limits.append("compute capability {}.{} and up".format(*capability.min_compute))
     if capability.max_head_dim is not None:

@@ -1,0 +1,145 @@
+"""Timings of single ops on the device: every backend that serves an op in turn, next to what the card can do.
+
+Inputs are as warm in cache as they are inside a model, so a row op on few rows may pass the bandwidth of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from bertfast import backends, ops
+from bertfast.benchmarks import measure
+from bertfast.benchmarks.device_check import Report
+
+DTYPE = torch.bfloat16
+WIDTH, FEED_FORWARD = 768, 3072
+ROWS = (128, 1024, 4096, 16384)
+# A case that is begun with less left would be cut short by the stage's limit.
+CASE_SECONDS = 4.0
+
+
+@dataclass(frozen=True)
+class OpTiming:
+    """One op at one size.
+
+    Attributes:
+        title: with the size.
+        op: its name.
+        call: the op on a backend.
+        bytes, flops: of the floor: every input read once, every output written once.
+    """
+
+    title: str
+    op: str
+    call: Callable[[str], object]
+    bytes: int
+    flops: int = 0
+
+
+def timings(report: Report) -> None:
+    """Each op of the GPU's own backends against PyTorch's, forward, and forward with backward."""
+    on_gpu = report.device == "cuda"
+    stopwatch = measure.cuda_stopwatch if on_gpu else None
+    width, inner, rows = (WIDTH, FEED_FORWARD, ROWS) if on_gpu else (48, 96, (16,))
+    rounds, seconds = (15, 0.005) if on_gpu else (3, 0.001)
+    peaks = _peaks(report, rounds, stopwatch)
+    for m in rows:
+        for case in _cases(m, width, inner, report.device):
+            if report.seconds_left() < CASE_SECONDS:
+                report.not_run(case.title, "out of time")
+                continue
+            with report.guard(case.title):
+                names = [c.backend for c in backends.candidates() if c.op == case.op and _serves(c, report.device)]
+                calls = {name: lambda case=case, name=name: case.call(name) for name in names}
+                taken = measure.interleave(calls, rounds=rounds, min_seconds=seconds, stopwatch=stopwatch)
+                for name, timing in taken.items():
+                    _measured(report, case, name, timing, taken["torch"], peaks)
+
+
+def _serves(capability: backends.Capability, device: str) -> bool:
+    compute = torch.cuda.get_device_capability() if device == "cuda" else None
+    return not capability.not_supported_reasons(backends.Call(capability.op, device, compute, (DTYPE,), grad=True))
+
+
+def _measured(report, case, name, timing, torch_timing, peaks) -> None:
+    median = timing.quantiles.median
+    rates = {"GB_per_second": case.bytes / median / 1e9, "of_bandwidth": case.bytes / median / peaks["bandwidth"]}
+    if case.flops:
+        rates |= {"TFLOP_per_second": case.flops / median / 1e12, "of_matmul": case.flops / median / peaks["matmul"]}
+    report.measured(
+        f"{case.title}, {name}",
+        ms={key: 1e3 * value for key, value in asdict(timing.quantiles).items()},
+        gain=None if name == "torch" else asdict(timing.speedup_over(torch_timing)),
+        **rates,
+    )
+
+
+def _peaks(report: Report, rounds: int, stopwatch) -> dict[str, float]:
+    """Bytes per second of a copy, FLOPs per second of a large GEMM, both of PyTorch."""
+    size = 4096 if report.device == "cuda" else 64
+    source = torch.zeros(16 * size * size, dtype=DTYPE, device=report.device)
+    target, a, b = torch.empty_like(source), *source.view(16, size, size)[:2]
+    calls = {"copy": lambda: target.copy_(source), "matmul": lambda: a @ b}
+    taken = measure.interleave(calls, rounds=rounds, stopwatch=stopwatch)
+    copy, matmul = (taken[name].quantiles.median for name in ("copy", "matmul"))
+    peaks = {"bandwidth": 2 * source.nbytes / copy, "matmul": 2 * size**3 / matmul}
+    report.measured("peaks", GB_per_second=peaks["bandwidth"] / 1e9, TFLOP_per_second=peaks["matmul"] / 1e12)
+    return peaks
+
+
+def _cases(m: int, n: int, f: int, device: str) -> Iterator[OpTiming]:
+    def numbers(*shape: int, scale: float = 1.0) -> Tensor:
+        return (scale * torch.randn(*shape, device=device)).to(DTYPE).requires_grad_()
+
+    x, residual, weight, bias = numbers(m, n), numbers(m, n), numbers(n), numbers(n)
+    w_in, b_in, w_out = numbers(f, n, scale=n**-0.5), numbers(f), numbers(n, f, scale=f**-0.5)
+    word, position, types = numbers(30522, n), numbers(512, n), numbers(2, n)
+    ids = torch.randint(30522, (m // 16, 16), device=device)
+    square, thrice = [numbers(n, n, scale=n**-0.5) for _ in range(3)], [numbers(n) for _ in range(3)]
+    row, e = m * n * x.element_size(), x.element_size()
+
+    def add_layer_norm(backend: str, dropout_p: float = 0.0):
+        return ops.add_layer_norm(x, residual, weight, bias, dropout_p=dropout_p, backend=backend)
+
+    def embed_layer_norm(backend: str):
+        return ops.embed_layer_norm(ids, ids % 2, None, word, position, types, weight, bias, backend=backend)
+
+    def linear_gelu(backend: str):
+        return ops.linear_gelu(x, w_in, b_in, backend=backend)
+
+    def feed_forward(backend: str):
+        return ops.feed_forward(x, w_in, b_in, w_out, bias, backend=backend)
+
+    def qkv_projection(backend: str):
+        return ops.qkv_projection(x, square, thrice, backend=backend)
+
+    norm = (x, residual, weight, bias)
+    tables = (word, position, types, weight, bias)
+    forms = (
+        ("", add_layer_norm, norm, 3 * row, 0),
+        (" with dropout", partial(add_layer_norm, dropout_p=0.1), norm, 3 * row, 0),
+        ("", embed_layer_norm, tables, 2 * row, 0),
+        ("", linear_gelu, (x, w_in, b_in), row + (n + m) * f * e, 2 * m * n * f),
+        ("", feed_forward, (x, w_in, b_in, w_out, bias), 2 * row + 2 * (n + m) * f * e, 4 * m * n * f),
+        ("", qkv_projection, (x, *square, *thrice), 4 * row + 3 * n * n * e, 6 * m * n * n),
+    )
+    for note, call, leaves, size, flops in forms:
+        op = (call.func if isinstance(call, partial) else call).__name__
+        yield OpTiming(f"{op}{note} forward ({m},{n})", op, torch.no_grad()(call), size, flops)
+        # Backward reads as much again and a gradient, and writes gradients as large as the inputs; two GEMMs for one.
+        step = _with_backward(call, leaves)
+        yield OpTiming(f"{op}{note} forward and backward ({m},{n})", op, step, 3 * size, 3 * flops)
+
+
+def _with_backward(call: Callable[[str], object], leaves: tuple[Tensor, ...]) -> Callable[[str], object]:
+    def step(backend: str) -> object:
+        outputs = call(backend)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return torch.autograd.grad(outputs, leaves, [out.detach() for out in outputs])
+
+    return step
