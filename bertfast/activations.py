@@ -64,6 +64,29 @@ ACTIVATIONS: dict[str, Activation] = {
     "linear": _linear,
 }
 
+# The formula behind each configuration name, as kernels know it. `gelu_fast` and `gelu_accurate` write the tanh form in
+# other ways: in fp32 their constants are the same numbers.
+FORMULAS = {
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "relu6": "relu6",
+    "leaky_relu": "leaky_relu",
+    "elu": "elu",
+    "silu": "silu",
+    "swish": "silu",
+    "mish": "mish",
+    "tanh": "tanh",
+    "sigmoid": "sigmoid",
+    "linear": "linear",
+}
+
 # The configuration names whose formula `torch.nn.functional.gelu` has, and its `approximate` for each.
 GELU_FORMS = {
     "gelu": "none",

@@ -78,7 +78,53 @@ class ColumnTile(NamedTuple):
     num_warps: int
 
 
-def column_sum() -> ColumnTile:
-    """Tile of the second stage of column sums: 32 columns are one 128-byte line of fp32; narrow, because width / 32
-    programs are all there are (24 at width 768)."""
-    return ColumnTile(64, 32, 4)
+def column_sum(width: int) -> ColumnTile:
+    """Tile of the second stage of column sums: 16 fp32 loads in flight a thread.
+
+    32 columns are one 128-byte line, and 24 programs a vector at width 768: narrow, because columns are all there is to
+    share out. From width 4,096 on wider tiles leave 64 programs or more.
+    """
+    block_n = min(max(next_power_of_2(width) // 64, 32), 128)
+    return ColumnTile(2048 // block_n, block_n, 4)
+
+
+class GemmTile(NamedTuple):
+    """BLOCK_M x BLOCK_N outputs a program, BLOCK_K of the sum a step; GROUP_M rows of tiles before the next column."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int
+    num_warps: int
+    num_stages: int
+
+
+# 8 tiles down before one across: 64 neighbours read 8 + 8 panels instead of 1 + 64.
+_GROUP_M = 8
+
+
+def gemm_tile(rows: int, width_out: int, item_size: int, capability: int, aligned: bool = True) -> GemmTile:
+    """Tile of the GEMMs that read by pointer, for rows x width_out outputs.
+
+    Half precision: 128 x 128 reads 1 byte per 64 FLOPs from L2, which the tensor cores of none of these cards outrun.
+    8 warps have 64 accumulators a thread; with 4 warps the epilogue's erf spills. `mma.sync` (80, 86, 89, 120) takes 32
+    of K a step: 4 stages of 16 KiB leave room for two programs where a block may have 163 KiB, so that one's epilogue
+    hides behind the other's sum, and fit once into 99. `wgmma` and `tcgen05` (90, 100) take 64 of K a step in 3 stages
+    of 32 KiB. Few rows take few rows of tile: 16 is the least that `mma` computes.
+
+    Not `aligned`: rows that begin off 16 bytes are loaded element by element through registers, of which 32 of K leave
+    enough.
+
+    fp32 without TF32 runs on FMAs: 64 x 64 outputs by 4 warps are 32 accumulators a thread, and 16 of K a step keep
+    the operands in registers.
+    """
+    if item_size == 4:
+        return GemmTile(max(16, min(next_power_of_2(rows), 64)), 64, 16, _GROUP_M, 4, 3)
+    block_m = max(16, min(next_power_of_2(rows), 128))
+    if block_m <= 32:
+        return GemmTile(block_m, 64, 128 if aligned else 64, _GROUP_M, 4, 3)
+    if block_m == 64 or width_out <= 64:
+        return GemmTile(block_m, 64, 64 if aligned else 32, _GROUP_M, 4, 4)
+    if 90 <= capability < 120 and aligned:
+        return GemmTile(128, 128, 64, _GROUP_M, 8, 3)
+    return GemmTile(128, 128, 32, _GROUP_M, 8, 4)
