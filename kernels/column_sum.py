@@ -49,7 +49,7 @@ def column_sum(partial: Tensor) -> list[Tensor]:
     """The sums over the middle dimension of `partial` (K, P, N) fp32, contiguous, K <= 3, as K tensors (N,)."""
     count, programs, width = partial.shape
     sums = [partial.new_empty(width) for _ in range(count)]
-    tile = tiles.column_sum()
+    tile = tiles.column_sum(width)
     _column_sum(
         (tiles.cdiv(width, tile.block_n), count),
         partial,

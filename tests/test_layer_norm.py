@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bertfast import BackendError, ops
+from bertfast import BackendError, ops, use_backend
 from helpers import poison
 from helpers.op_cases import ALL_DTYPES, AddLayerNorm, backends_for, random, seed_tensor
 from helpers.poison import LAYOUTS, poisoned_memory  # noqa: F401
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 SERVED = backends_for("add_layer_norm")
 EVERY = backends_for("add_layer_norm", ALL_DTYPES)
 BACKENDS = sorted({backend for backend, _ in SERVED})
-WIDTHS = (1, 2, 3, 17, 48, 127, 384, 768, 1000, 1024, 1025)
-ROWS = (1, 7, 63, 127, 129)
+WIDTHS = (1, 2, 3, 17, 48, 127, 384, 768, 1000, 1024, 1025, 4096)
+ROWS = (1, 7, 63, 127, 129, 130)
 
 
 def case(*shape, dtype, residual=True, x_bias=True, layout=poison.contiguous, shift=0.0, scale=1.0, **settings):
@@ -41,6 +41,20 @@ def case(*shape, dtype, residual=True, x_bias=True, layout=poison.contiguous, sh
 def test_widths(backend, dtype, width):
     for shift in (0.0, 3.0):
         assert_parity(case(5, width, dtype=dtype, shift=shift, return_sum=True), backend)
+
+
+@pytest.mark.parametrize(("backend", "dtype"), SERVED)
+def test_the_widest_rows_in_one_pass(backend, dtype):
+    assert_parity(case(3, 8192, dtype=dtype, dropout_p=0.2, seed=seed_tensor(), return_sum=True), backend)
+
+
+def test_wider_rows_than_a_kernel_takes_go_to_the_next_backend():
+    whole = case(2, 8193, dtype=torch.float32)
+    if "triton" in BACKENDS:
+        with pytest.raises(BackendError, match="triton: width is 8193, at most 8192"):
+            whole.ours(whole.inputs, "triton")
+    with use_backend("triton", "torch"):
+        assert torch.equal(whole.ours(whole.inputs, None)["out"], whole.ours(whole.inputs, "torch")["out"])
 
 
 @pytest.mark.parametrize("rows", ROWS)
