@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bertfast.backends import FLOAT, Capability, choose, describe, needs_grad, register
-from bertfast.dropout import apply_dropout, check_probability
+from bertfast.dropout import apply_dropout, check_probability, new_seed
+from bertfast.kernels.tiles import MAX_WIDTH
+from bertfast.ops._autocast import normalises_in_float32
 from bertfast.ops._checks import (
     check_broadcast,
     check_device,
@@ -25,8 +27,186 @@ from bertfast.ops._checks import (
     check_tensors,
     values_are_checked,
 )
-from bertfast.ops._library import extension_unavailable
+from bertfast.ops._library import TRITON_DEVICES, define, extension_unavailable, triton_unavailable
+from bertfast.ops._once import distinct, once
 from bertfast.ops.layer_norm import add_layer_norm
+
+
+def _fwd_fake(
+    input_ids,
+    token_type_ids,
+    position_ids,
+    inputs_embeds,
+    word,
+    position,
+    token_type,
+    weight,
+    bias,
+    seed,
+    eps,
+    dropout_p,
+    dtype,
+    need_sum,
+):
+    tokens = input_ids.shape if inputs_embeds is None else inputs_embeds.shape[:-1]
+    out = word.new_empty((*tokens, word.shape[1]), dtype=dtype)
+    total = word.new_empty(out.shape if need_sum else (0,), dtype=dtype)
+    mean = word.new_empty(tokens, dtype=torch.float32)
+    return out, total, mean, torch.empty_like(mean)
+
+
+def _bwd_fake(
+    dout,
+    total,
+    mean,
+    rstd,
+    weight,
+    input_ids,
+    token_type_ids,
+    position_ids,
+    seed,
+    dropout_p,
+    word_rows,
+    token_type_rows,
+    position_rows,
+    padding_idx,
+    position_padding_idx,
+):
+    dweight = weight.new_empty(weight.shape, dtype=torch.float32)
+    tables = [total.new_empty((rows, total.shape[-1])) for rows in (word_rows, token_type_rows, position_rows)]
+    return total.new_empty(total.shape), dweight, torch.empty_like(dweight), *tables
+
+
+_FWD = define(
+    "embed_layer_norm_fwd",
+    "(Tensor? input_ids, Tensor? token_type_ids, Tensor? position_ids, Tensor? inputs_embeds, Tensor word,"
+    " Tensor position, Tensor? token_type, Tensor weight, Tensor bias, Tensor? seed, float eps, float dropout_p,"
+    " ScalarType dtype, bool need_sum) -> (Tensor out, Tensor sum, Tensor mean, Tensor rstd)",
+    _fwd_fake,
+    ("triton",),
+    launcher="embed_layer_norm",
+)
+_BWD = define(
+    "embed_layer_norm_bwd",
+    "(Tensor dout, Tensor sum, Tensor mean, Tensor rstd, Tensor weight, Tensor? input_ids, Tensor? token_type_ids,"
+    " Tensor? position_ids, Tensor? seed, float dropout_p, SymInt word_rows, SymInt token_type_rows,"
+    " SymInt position_rows, SymInt? padding_idx, SymInt? position_padding_idx)"
+    " -> (Tensor dsum, Tensor dweight, Tensor dbias, Tensor dword, Tensor dtoken_type, Tensor dposition)",
+    _bwd_fake,
+    ("triton",),
+    launcher="embed_layer_norm",
+)
+
+
+class _EmbedLayerNorm(torch.autograd.Function):
+    """Saves the ids, the sum, the statistics and the seed; the dropout mask is regenerated. Differentiable once.
+
+    As in add_layer_norm the sum is an output in eager mode, so that the saved one leads back to the inputs.
+    """
+
+    @staticmethod
+    def forward(
+        ctx,
+        input_ids,
+        token_type_ids,
+        position_ids,
+        inputs_embeds,
+        word,
+        position,
+        token_type,
+        weight,
+        bias,
+        seed,
+        eps,
+        dropout_p,
+        padding_idx,
+        position_padding_idx,
+        dtype,
+        sum_is_output,
+        backend,
+    ):
+        tables = (inputs_embeds, word, position, token_type)
+        ids = (input_ids, token_type_ids, position_ids)
+        out, total, mean, rstd = _FWD[backend](*ids, *tables, weight, bias, seed, eps, dropout_p, dtype, True)
+        ctx.save_for_backward(total, mean, rstd, weight, *ids, seed)
+        ctx.backend, ctx.dropout_p = backend, dropout_p
+        ctx.paddings = padding_idx, position_padding_idx
+        ctx.dtypes = tuple(None if t is None else t.dtype for t in (*tables, weight, bias))
+        ctx.rows = tuple(0 if t is None else t.shape[0] for t in tables[1:])
+        ctx.set_materialize_grads(False)
+        return (out, total) if sum_is_output else (out, None)
+
+    @staticmethod
+    def backward(ctx, dout, _):
+        total, mean, rstd, weight, input_ids, token_type_ids, position_ids, seed = ctx.saved_tensors
+        _, _, _, need_embeds, need_word, need_position, need_token_type, *_ = ctx.needs_input_grad
+        need_word = need_word and input_ids is not None
+        word_rows, position_rows, token_type_rows = ctx.rows
+        dsum, dweight, dbias, dword, dtoken_type, dposition = once("embed_layer_norm", _BWD[ctx.backend])(
+            torch.zeros_like(total) if dout is None else dout,
+            total,
+            mean,
+            rstd,
+            weight,
+            input_ids,
+            token_type_ids,
+            position_ids,
+            seed,
+            ctx.dropout_p,
+            word_rows if need_word else 0,
+            token_type_rows if need_token_type else 0,
+            position_rows if need_position else 0,
+            *ctx.paddings,
+        )
+        gradients = (
+            dsum if need_embeds else None,
+            dword if need_word else None,
+            dposition if need_position else None,
+            dtoken_type if need_token_type else None,
+            dweight,
+            dbias,
+        )
+        cast = (None if g is None else g.to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True))
+        return (*(None,) * 3, *cast, *(None,) * 8)
+
+
+def _promoted(inputs_embeds, word, position, token_type):
+    dtype = torch.promote_types((word if inputs_embeds is None else inputs_embeds).dtype, position.dtype)
+    return dtype if token_type is None else torch.promote_types(dtype, token_type.dtype)
+
+
+def _fused(
+    backend,
+    input_ids,
+    token_type_ids,
+    position_ids,
+    word,
+    position,
+    token_type,
+    weight,
+    bias,
+    eps,
+    dropout_p,
+    padding_idx,
+    position_padding_idx,
+    inputs_embeds,
+    seed,
+    grad,
+):
+    if dropout_p > 0.0 and seed is None:
+        seed = new_seed(word.device)
+    if dropout_p == 0.0:
+        seed = None
+    dtype = torch.float32 if normalises_in_float32(word) else _promoted(inputs_embeds, word, position, token_type)
+    tensors = (input_ids, token_type_ids, position_ids, inputs_embeds, word, position, token_type, weight, bias)
+    if not grad:
+        return _FWD[backend](*tensors, seed, eps, dropout_p, dtype, False)[0]
+    paddings = (
+        None if row is None else row % table.shape[0]
+        for row, table in ((padding_idx, word), (position_padding_idx, position))
+    )
+    settings = (seed, eps, dropout_p, *paddings, dtype)
+    return _EmbedLayerNorm.apply(*distinct(*tensors), *settings, not torch.compiler.is_compiling(), backend)[0]
 
 
 def _gather(ids, table, padding_idx=None):
@@ -55,7 +235,12 @@ def _composed(
     position_padding_idx,
     inputs_embeds,
     seed,
+    grad,
 ):
+    if position_ids is None:
+        position_ids = torch.arange(
+            (input_ids.shape if inputs_embeds is None else inputs_embeds.shape[:-1])[-1], device=word.device
+        )
     total = _gather(input_ids, word, padding_idx) if inputs_embeds is None else inputs_embeds
     if token_type is not None:
         total = total + (token_type[0] if token_type_ids is None else _gather(token_type_ids, token_type))
@@ -147,7 +332,6 @@ def embed_layer_norm(
     if position_ids is None:
         if shape[-1] > position.shape[0]:
             raise IndexError(f"the sequence has {shape[-1]} tokens, but position has only {position.shape[0]} rows")
-        position_ids = torch.arange(shape[-1], device=word.device)
     else:
         check_broadcast("position_ids", position_ids, shape)
         check_range("position_ids", position_ids, position.shape[0], "position")
@@ -155,7 +339,8 @@ def embed_layer_norm(
         check_broadcast("token_type_ids", token_type_ids, shape)
         check_range("token_type_ids", token_type_ids, token_type.shape[0], "token_type")
     check_range("input_ids", input_ids, word.shape[0], "word")
-    call = describe("embed_layer_norm", floats, grad=needs_grad(*floats), dropout_p=dropout_p, width=width)
+    grad = needs_grad(*floats)
+    call = describe("embed_layer_norm", floats, grad=grad, dropout_p=dropout_p, width=width)
     return choose(call, backend).implementation(
         input_ids,
         token_type_ids,
@@ -171,10 +356,23 @@ def embed_layer_norm(
         position_padding_idx,
         inputs_embeds,
         _seed,
+        grad,
     )
 
 
 register(Capability("embed_layer_norm", "torch", functools.partial(_composed, "torch")))
+register(
+    Capability(
+        "embed_layer_norm",
+        "triton",
+        functools.partial(_fused, "triton"),
+        devices=TRITON_DEVICES,
+        dtypes=FLOAT,
+        min_compute=(7, 5),
+        max_width=MAX_WIDTH,
+        unavailable=triton_unavailable,
+    )
+)
 register(
     Capability(
         "embed_layer_norm",
