@@ -50,7 +50,7 @@ def _tanh_argument(x):
     """2 sqrt(2 / pi) (x + 0.044715 x^3). Beyond |x| = 16 its exponential is 0 and stays 0, so x is held there: its cube
     is finite and has no part in 0 x infinity."""
     t = tl.minimum(tl.maximum(x, -16.0), 16.0)
-    return 2.0 * SQRT_2_OVER_PI * t * (1.0 + CUBIC * t * t)
+    return t * (2.0 * SQRT_2_OVER_PI) * (1.0 + t * t * CUBIC)
 
 
 @triton.jit
@@ -90,12 +90,12 @@ def activate(x, FORMULA: tl.constexpr):
 def derivative(x, FORMULA: tl.constexpr):
     """The activation's derivative at fp32 values."""
     if FORMULA == "gelu":
-        density = INVERSE_SQRT_2_PI * tl.exp(-0.5 * x * x)
+        density = tl.exp(-0.5 * x * x) * INVERSE_SQRT_2_PI
         return 0.5 * (1.0 + tl.erf(x * SQRT_HALF)) + x * density
     elif FORMULA == "gelu_tanh":
         z = _tanh_argument(x)
         t = tl.minimum(tl.abs(x), 16.0)
-        slope = 2.0 * SQRT_2_OVER_PI * (1.0 + 3.0 * CUBIC * t * t)
+        slope = (1.0 + t * t * (3.0 * CUBIC)) * (2.0 * SQRT_2_OVER_PI)
         return _sigmoid(z) + x * (_sigmoid_slope(z) * slope)
     elif FORMULA == "quick_gelu":
         return _sigmoid(1.702 * x) + 1.702 * x * _sigmoid_slope(1.702 * x)

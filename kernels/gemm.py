@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from bertfast.kernels.common import dot
 
@@ -68,3 +69,11 @@ def input_precision(dtype: torch.dtype) -> str:
     """`dot`'s INPUT_PRECISION: fp32 is multiplied as IEEE has it unless the user allowed TF32."""
     tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if tf32 else "ieee"
+
+
+def is_aligned(*matrices: Tensor) -> bool:
+    """Whether every row of matrices with unit stride along it begins and ends at a multiple of 16 bytes."""
+    return all(
+        x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0 and x.shape[1] * x.element_size() % 16 == 0
+        for x in matrices
+    )

@@ -77,7 +77,7 @@ class Launcher:
         """Compiled variants so far."""
         return len(self._variants)
 
-    def __call__(self, grid: tuple[int, ...], first: Tensor, *rest: Any, **options: Any) -> None:
+    def __call__(self, grid: tuple[int, ...], first: Tensor | TensorDescriptor, *rest: Any, **options: Any) -> None:
         grid = (*grid, 1, 1)[:3]
         if grid[0] >= 2**31 or grid[1] > 65535 or grid[2] > 65535:
             raise ValueError(f"{self.kernel.__name__} needs a grid of {grid}, CUDA takes (2147483647, 65535, 65535)")
@@ -85,8 +85,9 @@ class Launcher:
         if self._interpreted:
             self.kernel[grid](*args, **options)
             return
-        index = first.device.index
-        if not first.is_cuda:
+        on = first.base if isinstance(first, TensorDescriptor) else first
+        index = on.device.index
+        if not on.is_cuda:
             self._launch(triton.runtime.driver.active.get_current_device(), grid, args, options)
         elif index == torch.cuda.current_device():
             self._launch(index, grid, args, options)

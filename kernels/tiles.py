@@ -103,14 +103,18 @@ class GemmTile(NamedTuple):
 _GROUP_M = 8
 
 
-def gemm_tile(rows: int, width_out: int, item_size: int, capability: int, aligned: bool = True) -> GemmTile:
+def gemm_tile(
+    rows: int, width_out: int, item_size: int, capability: int, multiprocessors: int, aligned: bool = True
+) -> GemmTile:
     """Tile of the GEMMs that read by pointer, for rows x width_out outputs.
 
     Half precision: 128 x 128 reads 1 byte per 64 FLOPs from L2, which the tensor cores of none of these cards outrun.
     8 warps have 64 accumulators a thread; with 4 warps the epilogue's erf spills. `mma.sync` (80, 86, 89, 120) takes 32
     of K a step: 4 stages of 16 KiB leave room for two programs where a block may have 163 KiB, so that one's epilogue
     hides behind the other's sum, and fit once into 99. `wgmma` and `tcgen05` (90, 100) take 64 of K a step in 3 stages
-    of 32 KiB. Few rows take few rows of tile: 16 is the least that `mma` computes.
+    of 32 KiB. Where 128 x 128 leaves multiprocessors without a tile, 64 x 64 makes four times as many: (1, 128) into
+    3,072 gives 96 instead of 24, for as many bytes more from L2 as split sums would move through a workspace, and
+    without their second launch. Few rows take few rows of tile: 16 is the least that `mma` computes.
 
     Not `aligned`: rows that begin off 16 bytes are loaded element by element through registers, of which 32 of K leave
     enough.
@@ -123,8 +127,151 @@ def gemm_tile(rows: int, width_out: int, item_size: int, capability: int, aligne
     block_m = max(16, min(next_power_of_2(rows), 128))
     if block_m <= 32:
         return GemmTile(block_m, 64, 128 if aligned else 64, _GROUP_M, 4, 3)
-    if block_m == 64 or width_out <= 64:
-        return GemmTile(block_m, 64, 64 if aligned else 32, _GROUP_M, 4, 4)
+    if block_m == 64 or width_out <= 64 or cdiv(rows, 128) * cdiv(width_out, 128) < multiprocessors:
+        return GemmTile(64, 64, 64 if aligned else 32, _GROUP_M, 4, 4)
     if 90 <= capability < 120 and aligned:
         return GemmTile(128, 128, 64, _GROUP_M, 8, 3)
     return GemmTile(128, 128, 32, _GROUP_M, 8, 4)
+
+
+def gemm_splits(rows: int, width_out: int, width_in: int, tile: GemmTile, multiprocessors: int) -> int:
+    """Into how many parts K is split, each summed by programs of its own.
+
+    Only where tiles leave half of the multiprocessors idle or more. A part is 256 of K or more (4 steps of 64), which
+    fill the pipeline once, and 8 parts are the most, because each costs 8 bytes an output through the workspace.
+    """
+    programs = cdiv(rows, tile.block_m) * cdiv(width_out, tile.block_n)
+    parts = min(multiprocessors // max(programs, 1), width_in // 256, 8)
+    if parts < 2:
+        return 1
+    steps = cdiv(width_in, tile.block_k)
+    return cdiv(steps, cdiv(steps, parts))
+
+
+def persistent_tile(rows: int, width_out: int, capability: int, multiprocessors: int) -> GemmTile:
+    """Tile of the persistent GEMMs on tensor descriptors, half precision.
+
+    128 x 256 by 8 warps has 128 accumulators a thread (on 100 in tensor memory) and reads 1 byte per 85 FLOPs; 3 stages
+    of 48 KiB and half of the outputs at a time, 32 KiB, fit into 227. It is taken where it leaves a tile for each
+    multiprocessor.
+    On 120, 99 KiB hold one such program with 4 stages of 16 KiB.
+    """
+    if capability >= 120:
+        return GemmTile(128, 128, 32, _GROUP_M, 8, 4)
+    if cdiv(rows, 128) * cdiv(width_out, 256) >= multiprocessors:
+        return GemmTile(128, 256, 64, _GROUP_M, 8, 3)
+    return GemmTile(128, 128, 64, _GROUP_M, 8, 4)
+
+
+class GemmPlan(NamedTuple):
+    """Which kernels compute a linear layer with an activation.
+
+    Attributes:
+        form: "tile" (one program a tile), "split" (K in parts, and a second kernel), "persistent" (descriptors), or
+            "separate" (torch's GEMM, and a second kernel).
+        splits: parts of K, 1 except in "split".
+    """
+
+    form: str
+    tile: GemmTile
+    splits: int
+
+
+# The largest K where one kernel is expected to beat torch's GEMM and a second pass, by capability. The second pass
+# reads and writes the outputs, 4 bytes each in half precision; the GEMM does 2 K FLOPs for each. So its share of the
+# GEMM's time is 2 F / (B K) with F FLOP/s and B byte/s: 325 / K on 80 (290e12, 1.8e12), 367 / K on 90 (790e12,
+# 4.3e12), 430 / K on 100 (1.6e15, 7.4e12), 230 / K on 120 (210e12, 1.8e12). Against it stands what cuBLAS gains over
+# these kernels, taken as 8 % with mma.sync, 12 % with wgmma and 20 % with tcgen05. Reasoned, not measured.
+_FUSED_UP_TO = {75: 0, 80: 4096, 90: 3072, 100: 2048, 120: 3072}
+
+
+def linear_gelu_fwd(
+    rows: int,
+    width_out: int,
+    width_in: int,
+    item_size: int,
+    tensor_cores: bool,
+    dropout: bool,
+    aligned: bool,
+    descriptors: bool,
+    capability: int,
+    multiprocessors: int,
+) -> GemmPlan:
+    """How linear_gelu's forward runs.
+
+    * Dropout: "separate". Its random words want another layout than accumulators have.
+    * fp32 without TF32 beyond 64 rows: "separate". cuBLAS's FMA loop is better by more than the second pass costs.
+    * Few tiles: "split", also up to 64 rows of fp32: such calls wait for weights and launches, not for arithmetic.
+    * K beyond `_FUSED_UP_TO`: "separate".
+    * Else one kernel: "persistent" from 90 on where descriptors can hold the tensors, or "tile".
+
+    Args:
+        tensor_cores: half precision, or fp32 with TF32 allowed.
+        aligned: rows of x and weight begin at multiples of 16 bytes.
+        descriptors: so do those of the output, and no tensor is expanded.
+    """
+    tile = gemm_tile(rows, width_out, item_size, capability, multiprocessors, aligned)
+    splits = gemm_splits(rows, width_out, width_in, tile, multiprocessors)
+    if dropout or (rows > 64 and not tensor_cores):
+        return GemmPlan("separate", tile, 1)
+    if splits > 1:
+        return GemmPlan("split", tile, splits)
+    if rows > 64 and width_in > _FUSED_UP_TO[max(known for known in _FUSED_UP_TO if known <= capability)]:
+        return GemmPlan("separate", tile, 1)
+    if capability >= 90 and descriptors and item_size == 2 and tile.block_m == 128:
+        return GemmPlan("persistent", persistent_tile(rows, width_out, capability, multiprocessors), 1)
+    return GemmPlan("tile", tile, 1)
+
+
+class ElementTile(NamedTuple):
+    """BLOCK_M x BLOCK_N values of an elementwise kernel."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+
+
+def bias_activation(width: int) -> ElementTile:
+    """Tile of the activation's own passes over memory, forward and backward: 2,048 values for 4 warps, 16 a thread,
+    which are two 128-bit accesses a tensor in half precision. 256 columns are whole lines of 128 bytes and repeat the
+    bias or the sums over rows every 8 rows only."""
+    block_n = min(next_power_of_2(max(width, 16)), 256)
+    return ElementTile(2048 // block_n, block_n, 4)
+
+
+def linear_gelu_bwd_programs(rows: int, width: int, tile: ElementTile, multiprocessors: int) -> int:
+    """Programs that share the rows of one block of columns: 8 a multiprocessor in all (32 warps), each with 4 steps or
+    more, so that partial sums cost a small part of what the rows do."""
+    columns = cdiv(width, tile.block_n)
+    return max(1, min(cdiv(rows, 4 * tile.block_m), cdiv(8 * multiprocessors, columns)))
+
+
+def qkv_projection_fwd(
+    rows: int, width_out: int, width_in: int, item_size: int, aligned: bool, capability: int, multiprocessors: int
+) -> tuple[GemmTile, int]:
+    """Tile and parts of K of the launch that computes query, key and value, `width_out` columns each. Tiles are counted
+    over all three: (1, 128) at width 768 makes 72 of 64 x 64, which fill more than half of 132 multiprocessors."""
+    columns = 3 * width_out
+    tile = gemm_tile(rows, columns, item_size, capability, multiprocessors, aligned)
+    return tile, gemm_splits(rows, columns, width_in, tile, multiprocessors)
+
+
+# Products of one projection, rows x columns x K, from which on torch's GEMM on packed weights is expected to win, by
+# capability. cuBLAS gains 12 % with wgmma and 20 % with tcgen05 (as `_FUSED_UP_TO` takes it), and must gain 4 us: twice
+# the kernel that holds the pack to the weights. 4e-6 s x 790e12 / (2 x 0.12) = 1.3e10 on 90, or 7,440 tokens of
+# BERT-base; 4e-6 s x 1.6e15 / (2 x 0.2) = 1.6e10 on 100. With mma.sync (80, 86, 89, 120) the gain does not pay for
+# memory: the packs are a quarter of an encoder's weights. Reasoned, not measured.
+_PACKED_FROM = {75: None, 90: 1.3e10, 100: 1.6e10, 120: None}
+
+
+def qkv_weights_are_packed(rows: int, columns: int, width_in: int, capability: int) -> bool:
+    """Whether query, key and value (`columns` in all) come from torch's GEMM on a packed copy of the weights, in half
+    precision and without gradients, or from the launch that reads the weights where they lie."""
+    least = _PACKED_FROM[max(known for known in _PACKED_FROM if known <= capability)]
+    return least is not None and rows * columns * width_in >= least
+
+
+def update_pack() -> ElementTile:
+    """Tile of the kernel that holds a pack to its weights: two samples of each of 32 rows are the 64 values that a
+    program compares, and 72 programs at width 768 are all in flight at once. A copy takes 128 columns a step."""
+    return ElementTile(32, 128, 4)

@@ -6,25 +6,72 @@ fused kernel writes once and reads once.
 
 from __future__ import annotations
 
+from functools import partial
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bertfast.activations import GELU_FORMS, Activation, get_activation
-from bertfast.backends import FLOAT, Capability, choose, describe, needs_grad, register
-from bertfast.dropout import apply_dropout, check_probability
+from bertfast.activations import FORMULAS, GELU_FORMS, Activation, get_activation
+from bertfast.backends import FLOAT, HALF, Capability, choose, describe, needs_grad, register
+from bertfast.dropout import apply_dropout, check_probability, new_seed
 from bertfast.ops._autocast import to_autocast
 from bertfast.ops._checks import check_required, check_same_dtype, check_shape, check_tensors
-from bertfast.ops._library import extension_unavailable
-from bertfast.ops.linear_gelu import check_linear, linear_gelu_fwd
+from bertfast.ops._library import TRITON_DEVICES, extension_unavailable, triton_unavailable
+from bertfast.ops._once import distinct, once
+from bertfast.ops.linear_gelu import BWD, FWD, check_linear, checkpointed, linear_gradients, rows_of
 
 
-def _torch(x, w_in, b_in, w_out, b_out, activation, dropout_p, seed):
-    hidden = apply_dropout(get_activation(activation)(F.linear(x, w_in, b_in)), dropout_p, "feed_forward", seed)
-    return F.linear(hidden, w_out, b_out)
+def _backward(backend, activation, dropout_p, recompute, wanted, dout, x, w_in, b_in, w_out, seed, pre):
+    wants_x, wants_w_in, wants_b_in, wants_w_out, wants_b_out = wanted
+    if recompute:
+        pre = F.linear(x, w_in, b_in)
+    dhidden, _ = linear_gradients(dout, pre, w_out, True, False)
+    dpre, hidden, db_in = BWD[backend](dhidden, pre, activation, seed, dropout_p, wants_w_out, wants_b_in)
+    del pre, dhidden
+    _, dw_out = linear_gradients(dout, hidden, w_out, False, wants_w_out)
+    del hidden
+    dx, dw_in = linear_gradients(dpre, x, w_in, wants_x, wants_w_in)
+    db_out = rows_of(dout).sum(0) if wants_b_out else None
+    return dx, dw_in, db_in.to(w_in.dtype) if wants_b_in else None, dw_out, db_out
 
 
-def _fused(x, w_in, b_in, w_out, b_out, activation, dropout_p, seed):
-    return F.linear(linear_gelu_fwd(x, w_in, b_in, GELU_FORMS[activation], "cpu"), w_out, b_out)
+class _FeedForward(torch.autograd.Function):
+    """Saves the input of the activation, of which backward makes its output again, or makes both again by another
+    GEMM; the dropout mask is regenerated. Differentiable once."""
+
+    @staticmethod
+    def forward(ctx, x, w_in, b_in, w_out, b_out, seed, activation, dropout_p, recompute, backend):
+        hidden, pre = FWD[backend](x, w_in, b_in, activation, seed, dropout_p, not recompute)
+        ctx.save_for_backward(x, w_in, b_in if recompute else None, w_out, seed, None if recompute else pre)
+        ctx.backend, ctx.activation, ctx.dropout_p, ctx.recompute = backend, activation, dropout_p, recompute
+        return F.linear(hidden, w_out, b_out)
+
+    @staticmethod
+    def backward(ctx, dout):
+        wanted = ctx.needs_input_grad[:5]
+        backward = partial(_backward, ctx.backend, ctx.activation, ctx.dropout_p, ctx.recompute, wanted)
+        return *once("feed_forward", backward)(dout, *ctx.saved_tensors), *(None,) * 5
+
+
+def _fused(x, w_in, b_in, w_out, b_out, activation, dropout_p, seed, recompute, backend, grad):
+    activation = FORMULAS[activation]
+    if dropout_p > 0.0 and seed is None:
+        seed = new_seed(x.device)
+    if dropout_p == 0.0:
+        seed = None
+    if grad:
+        inputs = distinct(x, w_in, b_in, w_out, b_out)
+        return _FeedForward.apply(*inputs, seed, activation, dropout_p, recompute, backend)
+    return F.linear(FWD[backend](x, w_in, b_in, activation, seed, dropout_p, False)[0], w_out, b_out)
+
+
+def _torch(x, w_in, b_in, w_out, b_out, activation, dropout_p, seed, recompute, backend, grad):
+    def both(x, w_in, b_in, w_out, b_out):
+        hidden = get_activation(activation)(F.linear(x, w_in, b_in))
+        return F.linear(apply_dropout(hidden, dropout_p, "feed_forward", seed), w_out, b_out)
+
+    return checkpointed(recompute and grad, both, x, w_in, b_in, w_out, b_out)
 
 
 def feed_forward(
@@ -36,6 +83,7 @@ def feed_forward(
     activation: str | Activation = "gelu",
     *,
     dropout_p: float = 0.0,
+    recompute_activation: bool = False,
     backend: str | None = None,
     _seed: Tensor | None = None,
 ) -> Tensor:
@@ -53,11 +101,13 @@ def feed_forward(
         activation: a configuration name such as `"gelu"` (exact, by erf), or a callable.
         dropout_p: dropout of the activated intermediate, applied whenever it is above 0 (BERT drops behind the second
             GEMM instead: that is `add_layer_norm`'s `dropout_p`).
+        recompute_activation: keep only the inputs for backward, and make the (..., F) intermediate again by another
+            GEMM there.
         backend: a backend's name, or None for the one in force.
         _seed: int64 tensor of one element that fixes the dropout mask (see `ops.dropout_mask`).
 
     Returns:
-        (..., N_out) in the dtype of `x` (autocast's dtype under autocast).
+        (..., N_out) in the dtype of `x` (autocast's dtype under autocast). Differentiable once on fused backends.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, an unknown activation, `dropout_p` outside [0, 1].
@@ -74,17 +124,44 @@ def feed_forward(
     check_shape("b_out", b_out, (w_out.shape[0],))
     x, w_in, b_in, w_out, b_out = to_autocast(x, w_in, b_in, w_out, b_out)
     check_same_dtype(("x", "w_in", "b_in", "w_out", "b_out"), x, w_in, b_in, w_out, b_out)
+    grad = needs_grad(x, w_in, b_in, w_out, b_out)
     call = describe(
         "feed_forward",
         (x, w_in, b_in, w_out, b_out),
-        grad=needs_grad(x, w_in, b_in, w_out, b_out),
+        grad=grad,
         dropout_p=dropout_p,
         features=(activation if isinstance(activation, str) else "callable activation",),
     )
-    return choose(call, backend).implementation(x, w_in, b_in, w_out, b_out, activation, dropout_p, _seed)
+    chosen = choose(call, backend)
+    return chosen.implementation(
+        x,
+        w_in,
+        b_in,
+        w_out,
+        b_out,
+        activation,
+        dropout_p,
+        _seed,
+        recompute_activation,
+        chosen.backend,
+        grad,
+    )
 
 
 register(Capability("feed_forward", "torch", _torch))
+register(
+    Capability(
+        "feed_forward",
+        "triton",
+        _fused,
+        devices=TRITON_DEVICES,
+        dtypes=FLOAT,
+        auto_dtypes=HALF,
+        min_compute=(8, 0),
+        features=frozenset(FORMULAS),
+        unavailable=triton_unavailable,
+    )
+)
 register(
     Capability(
         "feed_forward",

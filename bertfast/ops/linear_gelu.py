@@ -5,35 +5,112 @@ FLOPs: 2 M N K for x (M, K) and weight (N, K). Memory floor: x, weight and out o
 
 from __future__ import annotations
 
+import math
+from functools import partial
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from bertfast.backends import FLOAT, Capability, choose, describe, needs_grad, register
+from bertfast.backends import FLOAT, HALF, Capability, choose, describe, is_transformed, needs_grad, register
 from bertfast.ops._autocast import to_autocast
 from bertfast.ops._checks import check_rank, check_required, check_same_dtype, check_shape, check_tensors
-from bertfast.ops._library import define, extension_unavailable
+from bertfast.ops._library import TRITON_DEVICES, define, extension_unavailable, triton_unavailable
+from bertfast.ops._once import distinct, once
+
+# The name in `bertfast.activations.FORMULAS` of each `approximate`.
+_FORMULA = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
-def _fwd_fake(x, weight, bias, approximate):
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+def _fwd_fake(x, weight, bias, activation, seed, dropout_p, need_pre):
+    out = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    return out, x.new_empty(out.shape if need_pre else (0,))
 
 
-_FWD = define(
-    "linear_gelu_fwd", "(Tensor x, Tensor weight, Tensor? bias, str approximate) -> Tensor", _fwd_fake, ("cpu",)
+def _bwd_fake(dout, pre, activation, seed, dropout_p, need_out, has_bias):
+    dpre = pre.new_empty(pre.shape)
+    out = pre.new_empty(pre.shape if need_out else (0,))
+    return dpre, out, pre.new_empty(pre.shape[-1:] if has_bias else (0,), dtype=torch.float32)
+
+
+# dropout(activation(x weight^T + bias)): `activation` is a value of `bertfast.activations.FORMULAS`, the mask that of
+# the op feed_forward. `pre` is what the activation gets; on cpu always empty.
+FWD = define(
+    "linear_gelu_fwd",
+    "(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? seed, float dropout_p, bool need_pre)"
+    " -> (Tensor out, Tensor pre)",
+    _fwd_fake,
+    ("triton", "cpu"),
+    launcher="linear_gelu",
+)
+# The gradient of `pre`, `out` once more where it is needed, and the sum of the gradient over rows in fp32.
+BWD = define(
+    "linear_gelu_bwd",
+    "(Tensor dout, Tensor pre, str activation, Tensor? seed, float dropout_p, bool need_out, bool has_bias)"
+    " -> (Tensor dpre, Tensor out, Tensor dbias)",
+    _bwd_fake,
+    ("triton",),
+    launcher="bias_activation",
 )
 
 
-def linear_gelu_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, backend: str) -> Tensor:
-    """The private forward op of a fused backend; not differentiable."""
-    return _FWD[backend](x, weight, bias, approximate)
+def linear_gradients(dpre: Tensor, x: Tensor, weight: Tensor, wants_x: bool, wants_weight: bool):
+    """dx and dweight of x weight^T, each None unless wanted: plain GEMMs."""
+    dpre = rows_of(dpre)
+    dx = torch.mm(dpre, weight).reshape(x.shape) if wants_x else None
+    dweight = torch.mm(dpre.t(), rows_of(x)) if wants_weight else None
+    return dx, dweight
 
 
-def _fused(x, weight, bias, approximate):
-    return linear_gelu_fwd(x, weight, bias, approximate, "cpu")
+def rows_of(x: Tensor) -> Tensor:
+    """(..., N) as (M, N)."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _torch(x, weight, bias, approximate):
-    return F.gelu(F.linear(x, weight, bias), approximate=approximate)
+def _backward(backend, activation, recompute, wanted, dout, x, weight, bias, pre):
+    wants_x, wants_weight, wants_bias = wanted
+    if recompute:
+        pre = F.linear(x, weight, bias)
+    dpre, _, dbias = BWD[backend](dout, pre, activation, None, 0.0, False, wants_bias)
+    return *linear_gradients(dpre, x, weight, wants_x, wants_weight), dbias.to(weight.dtype) if wants_bias else None
+
+
+class _LinearGelu(torch.autograd.Function):
+    """Saves the input of the activation, or makes it again by another GEMM. Differentiable once."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, activation, recompute, backend):
+        out, pre = FWD[backend](x, weight, bias, activation, None, 0.0, not recompute)
+        ctx.save_for_backward(x, weight, bias if recompute else None, None if recompute else pre)
+        ctx.backend, ctx.activation, ctx.recompute = backend, activation, recompute
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        backward = partial(_backward, ctx.backend, ctx.activation, ctx.recompute, ctx.needs_input_grad[:3])
+        return *once("linear_gelu", backward)(dout, *ctx.saved_tensors), None, None, None
+
+
+def _fused(x, weight, bias, approximate, recompute, backend, grad):
+    activation = _FORMULA[approximate]
+    if grad:
+        return _LinearGelu.apply(*distinct(x, weight, bias), activation, recompute, backend)
+    return FWD[backend](x, weight, bias, activation, None, 0.0, False)[0]
+
+
+def checkpointed(recompute: bool, function, *arguments):
+    """`function(*arguments)`, under non-reentrant checkpointing if `recompute`; `torch.func` knows no checkpoints."""
+    if recompute and not is_transformed():
+        return checkpoint(function, *arguments, use_reentrant=False)
+    return function(*arguments)
+
+
+def _torch(x, weight, bias, approximate, recompute, backend, grad):
+    def activated(x, weight, bias):
+        return F.gelu(F.linear(x, weight, bias), approximate=approximate)
+
+    return checkpointed(recompute and grad, activated, x, weight, bias)
 
 
 def linear_gelu(
@@ -42,6 +119,7 @@ def linear_gelu(
     bias: Tensor | None = None,
     approximate: str = "none",
     *,
+    recompute_activation: bool = False,
     backend: str | None = None,
 ) -> Tensor:
     """GELU of a linear layer.
@@ -55,10 +133,12 @@ def linear_gelu(
         weight: (N, K) as `nn.Linear.weight`, in the dtype of `x` (autocast makes it so).
         bias: (N,) in the same dtype, or None.
         approximate: `"none"` for the exact form by erf, `"tanh"` for the tanh form.
+        recompute_activation: keep only the inputs for backward, and make the (..., N) input of the activation again
+            by another GEMM there.
         backend: a backend's name, or None for the one in force.
 
     Returns:
-        (..., N) in the dtype of `x` (autocast's dtype under autocast).
+        (..., N) in the dtype of `x` (autocast's dtype under autocast). Differentiable once on fused backends.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, an unknown `approximate`.
@@ -70,8 +150,9 @@ def linear_gelu(
     check_linear(x, weight, bias, ("x", "weight", "bias"))
     x, weight, bias = to_autocast(x, weight, bias)
     check_same_dtype(("x", "weight", "bias"), x, weight, bias)
-    call = describe("linear_gelu", (x, weight, bias), grad=needs_grad(x, weight, bias))
-    return choose(call, backend).implementation(x, weight, bias, approximate)
+    grad = needs_grad(x, weight, bias)
+    chosen = choose(describe("linear_gelu", (x, weight, bias), grad=grad), backend)
+    return chosen.implementation(x, weight, bias, approximate, recompute_activation, chosen.backend, grad)
 
 
 def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, names: tuple[str, str, str]) -> None:
@@ -85,6 +166,18 @@ def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, names: tuple[st
 
 
 register(Capability("linear_gelu", "torch", _torch))
+register(
+    Capability(
+        "linear_gelu",
+        "triton",
+        _fused,
+        devices=TRITON_DEVICES,
+        dtypes=FLOAT,
+        auto_dtypes=HALF,
+        min_compute=(8, 0),
+        unavailable=triton_unavailable,
+    )
+)
 register(
     Capability(
         "linear_gelu",

@@ -17,6 +17,7 @@
 #include <cmath>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "check.h"
@@ -92,24 +93,28 @@ void bias_activation(const Tensor& out, const float* bias, const Form& form) {
   });
 }
 
-Tensor linear_gelu_fwd(Tensor x, Tensor weight, std::optional<Tensor> bias, std::string approximate) {
+std::tuple<Tensor, Tensor> linear_gelu_fwd(Tensor x, Tensor weight, std::optional<Tensor> bias, std::string activation,
+                                           std::optional<Tensor> seed, double dropout_p, bool need_pre) {
   check_float("x", x);
   check_min_dim("x", x, 1);
   STD_TORCH_CHECK(weight.dim() == 2 && weight.size(1) == x.size(x.dim() - 1), "weight: expected shape (N, ",
                   x.size(x.dim() - 1), "), got ", shape_of(weight));
   if (bias) check_vector("bias", *bias, weight.size(0));
-  STD_TORCH_CHECK(approximate == "none" || approximate == "tanh", "approximate: expected none or tanh, got ",
-                  approximate);
+  STD_TORCH_CHECK(activation == "gelu" || activation == "gelu_tanh", "activation: expected gelu or gelu_tanh, got ",
+                  activation);
+  STD_TORCH_CHECK(!seed && dropout_p == 0, "dropout_p: expected 0 and no seed, got ", dropout_p);
+  STD_TORCH_CHECK(!need_pre, "need_pre: expected false, there is no backward pass");
+  const Tensor pre = new_empty(x, {0}, x.scalar_type());
   // Nobody else has seen the product, so the rest runs in place.
   const Tensor out = as_contiguous(torch::stable::matmul(x, torch::stable::transpose(weight, 0, 1)));
-  if (out.numel() == 0) return out;
+  if (out.numel() == 0) return {out, pre};
   const FloatVector biases(bias);
-  if (approximate == "tanh") {
+  if (activation == "gelu_tanh") {
     bias_activation(out, biases.data(), [](float v) __attribute__((always_inline)) { return gelu_tanh(v); });
   } else {
     bias_activation(out, biases.data(), [](float v) __attribute__((always_inline)) { return gelu(v); });
   }
-  return out;
+  return {out, pre};
 }
 
 }  // namespace
