@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.bounds import checked
+
 
 @contextmanager
 def poisoned() -> Iterator[None]:
@@ -31,8 +33,8 @@ def poisoned() -> Iterator[None]:
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """`poisoned` around a test; op tests use it for all of theirs."""
-    with poisoned():
+    """`poisoned` around a test, and Triton's accesses checked; op tests use it for all of theirs."""
+    with poisoned(), checked():
         yield
 
 
