@@ -98,7 +98,7 @@ def derivative(x, FORMULA: tl.constexpr):
         slope = (1.0 + t * t * (3.0 * CUBIC)) * (2.0 * SQRT_2_OVER_PI)
         return _sigmoid(z) + x * (_sigmoid_slope(z) * slope)
     elif FORMULA == "quick_gelu":
-        return _sigmoid(1.702 * x) + 1.702 * x * _sigmoid_slope(1.702 * x)
+        return _sigmoid(1.702 * x) + x * (1.702 * _sigmoid_slope(1.702 * x))
     elif FORMULA == "relu":
         return tl.where(x <= 0, 0.0, 1.0)
     elif FORMULA == "relu6":

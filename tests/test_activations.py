@@ -1,12 +1,13 @@
 """Every activation against a formula of its own in float64, forward and derivative."""
 
+import importlib
 import math
 
 import pytest
 import torch
 
-from bertfast.activations import ACTIVATIONS, get_activation
-from helpers.op_cases import DTYPES
+from bertfast.activations import ACTIVATIONS, FORMULAS, get_activation
+from helpers.op_cases import DTYPES, backends_for
 from helpers.tolerance import assert_within, eps_of
 
 
@@ -26,7 +27,7 @@ def _sigmoid(x):
     return torch.where(x >= 0, 1 / (1 + torch.exp(-x.abs())), torch.exp(-x.abs()) / (1 + torch.exp(-x.abs())))
 
 
-FORMULAS = {
+EXACT = {
     "gelu": _erf_gelu,
     "gelu_python": _erf_gelu,
     "gelu_new": _tanh_gelu,
@@ -56,19 +57,38 @@ def _forward_and_derivative(function, x):
     return y.detach(), torch.autograd.grad(y.sum(), x)[0]
 
 
+def _plain(name, x):
+    return _forward_and_derivative(ACTIVATIONS[name], x)
+
+
+def _triton(name, x):
+    kernels = importlib.import_module("bertfast.kernels.bias_activation")
+    rows, formula = x.reshape(1, -1), FORMULAS[name]
+    y = torch.empty_like(rows)
+    kernels.bias_activation_fwd(rows[None], None, formula, None, 0.0, y, rows.new_empty(0))
+    dy, again, _ = kernels.linear_gelu_bwd(torch.ones_like(rows), rows, formula, None, 0.0, True, False)
+    torch.testing.assert_close(again, y, rtol=0, atol=0, equal_nan=True)
+    return y.view_as(x), dy.view_as(x)
+
+
+SERVED = {backend for backend, _ in backends_for("feed_forward")}
+IMPLEMENTATIONS = [_plain, *([_triton] if "triton" in SERVED else [])]
+
+
 def test_every_name_has_a_formula():
-    assert FORMULAS.keys() == ACTIVATIONS.keys()
+    assert EXACT.keys() == ACTIVATIONS.keys() == FORMULAS.keys()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", FORMULAS)
-def test_forward_and_derivative(name, dtype):
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_forward_and_derivative(implementation, name, dtype):
     """Within a few roundings of x and of the result: there is no stock to compare with but itself. Stock takes the
     derivatives of tanh and sigmoid from their rounded results, which are about 1."""
     x = torch.cat([NORMAL, EXTREME, -EXTREME]).to(dtype)
     x = x[(x.abs() > 1e-6) & (x != 6)]  # at a corner the derivative is a matter of taste
-    ours = _forward_and_derivative(ACTIVATIONS[name], x)
-    exact = _forward_and_derivative(FORMULAS[name], x.double())
+    ours = implementation(name, x)
+    exact = _forward_and_derivative(EXACT[name], x.double())
     fp32 = 4 * eps_of(torch.float32) * x.double().abs().clamp(1, 16)
     for what, mine, true in zip(("forward", "derivative"), ours, exact, strict=True):
         assert mine.dtype == dtype
@@ -77,13 +97,35 @@ def test_forward_and_derivative(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", [name for name in FORMULAS if "gelu" in name])
-def test_gelu_far_out(name, dtype):
+@pytest.mark.parametrize("name", [name for name in EXACT if "gelu" in name])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_gelu_far_out(implementation, name, dtype):
     x = torch.cat([EXTREME[EXTREME > 15], torch.tensor([3e4], dtype=torch.float64)]).to(dtype)
-    y, dy = _forward_and_derivative(ACTIVATIONS[name], x)
+    y, dy = implementation(name, x)
     assert torch.equal(y, x) and torch.equal(dy, torch.ones_like(x))
-    y, dy = _forward_and_derivative(ACTIVATIONS[name], -x)
+    y, dy = implementation(name, -x)
     assert y.double().abs().max() < 1e-12 and dy.double().abs().max() < 1e-12
+
+
+@pytest.mark.skipif("triton" not in SERVED, reason="Triton kernels are not interpreted here")
+@pytest.mark.parametrize("name", EXACT)
+def test_kernels_far_beyond_fp32_squares(name):
+    """Out there every activation is linear or constant, and no square, cube or exponential on the way makes it NaN."""
+    x = torch.tensor([1e10, 1e14, 1e20, 3e38, -1e10, -1e14, -1e20, -3e38])
+    y, dy = _triton(name, x)
+    held, slope = _forward_and_derivative(EXACT[name], x.double().clamp(-1e4, 1e4))
+    torch.testing.assert_close(dy.double(), slope)
+    torch.testing.assert_close(y.double(), torch.where(slope == 0, held, x.double() * slope))
+
+
+@pytest.mark.skipif("triton" not in SERVED, reason="Triton kernels are not interpreted here")
+@pytest.mark.parametrize("name", EXACT)
+def test_kernels_pass_nan_on(name):
+    x = torch.full((1, 5), float("nan"))
+    y, dy = _triton(name, x)
+    assert y.isnan().all()
+    stock = _plain(name, x)[1]
+    assert torch.equal(dy.isnan(), stock.isnan())
 
 
 def test_the_forms_of_gelu_differ_as_they_should():
@@ -95,10 +137,10 @@ def test_the_forms_of_gelu_differ_as_they_should():
 
 def test_agrees_with_transformers():
     stock = pytest.importorskip("transformers.activations").ACT2FN
-    for name in FORMULAS:
+    for name in EXACT:
         if name in stock:
             torch.testing.assert_close(ACTIVATIONS[name](NORMAL), stock[name](NORMAL))
-    assert FORMULAS.keys() - stock.keys() <= {"elu", "gelu_python_tanh"}
+    assert EXACT.keys() - stock.keys() <= {"elu", "gelu_python_tanh"}
 
 
 def test_callables_pass_and_unknown_names_do_not():

@@ -10,10 +10,24 @@ from bertfast.activations import GELU_FORMS, Activation, get_activation
 from bertfast.nn.plain import is_plain
 
 
-def feed_forward(x: Tensor, dense_in: nn.Module, dense_out: nn.Module, activation: str | Activation) -> Tensor:
+def feed_forward(
+    x: Tensor,
+    dense_in: nn.Module,
+    dense_out: nn.Module,
+    activation: str | Activation,
+    recompute_activation: bool = False,
+) -> Tensor:
     """`ops.feed_forward` over the weights of two linear modules, or their calls where they are not plain."""
     if is_plain(dense_in, nn.Linear) and is_plain(dense_out, nn.Linear):
-        return ops.feed_forward(x, dense_in.weight, dense_in.bias, dense_out.weight, dense_out.bias, activation)
+        return ops.feed_forward(
+            x,
+            dense_in.weight,
+            dense_in.bias,
+            dense_out.weight,
+            dense_out.bias,
+            activation,
+            recompute_activation=recompute_activation,
+        )
     return dense_out(get_activation(activation)(dense_in(x)))
 
 
@@ -32,6 +46,8 @@ class FusedFeedForward(nn.Module):
         hidden_size: N, of input and output.
         intermediate_size: F.
         activation: a configuration name or a callable.
+        recompute_activation: keep no intermediate for backward, which makes it again by another GEMM (see
+            `ops.feed_forward`). An attribute of the same name can be set at any time.
 
     Raises:
         ValueError: an unknown activation.
@@ -44,13 +60,15 @@ class FusedFeedForward(nn.Module):
         activation: str | Activation = "gelu",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        recompute_activation: bool = False,
     ) -> None:
         super().__init__()
         get_activation(activation)
         self.activation = activation
+        self.recompute_activation = recompute_activation
         self.dense_in = nn.Linear(hidden_size, intermediate_size, device=device, dtype=dtype)
         self.dense_out = nn.Linear(intermediate_size, hidden_size, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., N) to (..., N)."""
-        return feed_forward(x, self.dense_in, self.dense_out, self.activation)
+        return feed_forward(x, self.dense_in, self.dense_out, self.activation, self.recompute_activation)

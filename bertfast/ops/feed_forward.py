@@ -43,7 +43,7 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w_in, b_in, w_out, b_out, seed, activation, dropout_p, recompute, backend):
         hidden, pre = FWD[backend](x, w_in, b_in, activation, seed, dropout_p, not recompute)
-        ctx.save_for_backward(x, w_in, b_in if recompute else None, w_out, seed, None if recompute else pre)
+        ctx.save_for_backward(x, w_in, b_in, w_out, seed, None if recompute else pre)
         ctx.backend, ctx.activation, ctx.dropout_p, ctx.recompute = backend, activation, dropout_p, recompute
         return F.linear(hidden, w_out, b_out)
 

@@ -77,12 +77,13 @@ def _backward(backend, activation, recompute, wanted, dout, x, weight, bias, pre
 
 
 class _LinearGelu(torch.autograd.Function):
-    """Saves the input of the activation, or makes it again by another GEMM. Differentiable once."""
+    """Saves the input of the activation, or makes it again by another GEMM. Differentiable once; the bias is saved to
+    lead back to it (see `once`)."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, activation, recompute, backend):
         out, pre = FWD[backend](x, weight, bias, activation, None, 0.0, not recompute)
-        ctx.save_for_backward(x, weight, bias if recompute else None, None if recompute else pre)
+        ctx.save_for_backward(x, weight, bias, None if recompute else pre)
         ctx.backend, ctx.activation, ctx.recompute = backend, activation, recompute
         return out
 

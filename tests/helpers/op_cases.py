@@ -583,7 +583,7 @@ class LinearGelu(OpCase):
         return {"out": order.undo(self._gelu(h), *_dims(x))}
 
     def exact(self, inputs: Inputs) -> Results:
-        return {"out": reference.linear_gelu(**inputs, **self.settings)}
+        return {"out": reference.linear_gelu(**inputs, approximate=self.settings.get("approximate", "none"))}
 
     def noise(self, inputs: Inputs, cotangents: Results, exact: Results, results: Results) -> dict[str, Tensor]:
         x, weight, bias = (None if inputs[n] is None else inputs[n].detach() for n in ("x", "weight", "bias"))
@@ -653,4 +653,42 @@ class FeedForward(OpCase):
             "dw_out": _through(rows.mT, _rows(err_hidden)) + acc * _through(rows.mT, _rows(hidden)),
             "db_out": acc * _sum_of(rows, (0,)),
         }
+        return _plus_rounding(noise, exact, results)
+
+
+class QkvProjection(OpCase):
+    op = "qkv_projection"
+
+    def _layers(self, inputs: Inputs) -> Iterable[tuple[str, Tensor, Tensor | None]]:
+        return ((name, inputs[f"w{name}"], inputs[f"b{name}"]) for name in "qkv")
+
+    def ours(self, inputs: Inputs, backend: str | None) -> Results:
+        _, weights, biases = zip(*self._layers(inputs), strict=True)
+        biases = None if biases[0] is None else biases
+        return dict(zip("qkv", ops.qkv_projection(inputs["x"], weights, biases, backend=backend), strict=True))
+
+    def stock(self, inputs: Inputs, order: Order) -> Results:
+        dims = _dims(inputs["x"])
+        x = order(inputs["x"], *dims)
+        outputs = {
+            name: F.linear(x, order(weight, 0, 1), None if bias is None else order(bias, 0))
+            for name, weight, bias in self._layers(inputs)
+        }
+        return {name: order.undo(out, *dims) for name, out in outputs.items()}
+
+    def exact(self, inputs: Inputs) -> Results:
+        _, weights, biases = zip(*self._layers(inputs), strict=True)
+        return dict(zip("qkv", reference.qkv_projection(inputs["x"], weights, biases), strict=True))
+
+    def noise(self, inputs: Inputs, cotangents: Results, exact: Results, results: Results) -> dict[str, Tensor]:
+        plain = {name: None if t is None else t.detach() for name, t in inputs.items()}
+        x = plain["x"]
+        u, acc = unit_roundoff(results["q"].dtype), accumulation_roundoff(results["q"].dtype)
+        noise = {"dx": torch.zeros_like(x)}
+        for name, weight, bias in self._layers(plain):
+            out, noise[name] = _linear_error(x, weight, bias, 0.0, acc)
+            dout = cotangents.get(name, torch.zeros_like(out))
+            dx, noise[f"dw{name}"], noise[f"db{name}"] = _linear_gradients(x, weight, dout, torch.zeros_like(dout), acc)
+            # Three products are stored before they are added.
+            noise["dx"] += dx + u * (dout @ weight).abs()
         return _plus_rounding(noise, exact, results)
