@@ -182,6 +182,13 @@ def cases(op: str, small: bool) -> dict[str, Make]:
         inputs |= {"w_out": draw(n, f, dtype=dtype, seed=3, scale=f**-0.5), "b_out": draw(n, dtype=dtype, seed=4)}
         return op_cases.FeedForward(inputs, settings)
 
+    def qkv(m, k, n, dtype, biases=True):
+        inputs = {"x": draw(m, k, dtype=dtype, seed=0)}
+        for i, name in enumerate("qkv"):
+            inputs[f"w{name}"] = draw(n, k, dtype=dtype, seed=i + 1, scale=k**-0.5)
+            inputs[f"b{name}"] = draw(n, dtype=dtype, seed=i + 4) if biases else None
+        return op_cases.QkvProjection(inputs)
+
     if small:
         return {
             "attention": {"masked": lambda t: attention(2, 2, 5, 7, 8, t, mask="bool")},
@@ -190,6 +197,7 @@ def cases(op: str, small: bool) -> dict[str, Make]:
             "embed_layer_norm": {"plain": lambda t: embed(2, 5, 24, t)},
             "linear_gelu": {"plain": lambda t: linear_gelu(7, 24, 40, t)},
             "feed_forward": {"plain": lambda t: feed_forward(7, 24, 40, t)},
+            "qkv_projection": {"plain": lambda t: qkv(7, 24, 40, t)},
         }[op]
     return {
         "attention": {
@@ -229,6 +237,12 @@ def cases(op: str, small: bool) -> dict[str, Make]:
             "odd sizes": lambda t: feed_forward(33, 127, 65, t),
             "dropout": lambda t: feed_forward(65, 128, 256, t, **dropout),
         },
+        "qkv_projection": {
+            "BERT": lambda t: qkv(512, 768, 768, t),
+            "few rows": lambda t: qkv(9, 768, 768, t),
+            "odd sizes": lambda t: qkv(33, 127, 65, t),
+            "no biases": lambda t: qkv(65, 128, 96, t, biases=False),
+        },
     }[op]
 
 
@@ -261,6 +275,7 @@ def _autocast_calls(device: str) -> dict[str, tuple[Callable[[], Tensor], Callab
             lambda: ops.feed_forward(x, w, b, w, b),
             lambda: F.linear(F.gelu(F.linear(x, w, b)), w, b),
         ),
+        "qkv_projection": (lambda: ops.qkv_projection(x, (w, w, w), (b, b, b))[2], lambda: F.linear(x, w, b)),
     }
 
 

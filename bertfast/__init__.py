@@ -10,6 +10,7 @@ from bertfast.configuration import PRESETS, BertConfig, DistilBertConfig, Pretra
 from bertfast.errors import CheckpointError
 from bertfast.models import *  # noqa: F403
 from bertfast.tokenization import Tokenizer
+from bertfast.weight_cache import refresh
 
 __version__ = "0.1.0"
 
@@ -26,6 +27,7 @@ __all__ = [
     "nn",
     "ops",
     "packing",
+    "refresh",
     "use_backend",
     *models.__all__,
 ]

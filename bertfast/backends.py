@@ -28,7 +28,15 @@ from torch.autograd import forward_ad
 from bertfast import _extension
 
 BACKENDS = ("triton", "cuda", "cpu", "torch")
-OPS = ("attention", "varlen_attention", "add_layer_norm", "linear_gelu", "feed_forward", "embed_layer_norm")
+OPS = (
+    "attention",
+    "varlen_attention",
+    "add_layer_norm",
+    "linear_gelu",
+    "feed_forward",
+    "qkv_projection",
+    "embed_layer_norm",
+)
 AUTO_ORDER = {"cuda": ("triton", "cuda", "torch"), "cpu": ("cpu", "torch")}
 
 HALF = frozenset({torch.float16, torch.bfloat16})

@@ -136,6 +136,14 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None, approxima
     return F.gelu(F.linear(x, weight, bias), approximate=approximate)
 
 
+def qkv_projection(
+    x: Tensor, weights: tuple[Tensor, Tensor, Tensor], biases: tuple[Tensor | None, Tensor | None, Tensor | None]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x weight^T + bias for query, key and value."""
+    query, key, value = (F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    return query, key, value
+
+
 def feed_forward(
     x: Tensor,
     w_in: Tensor,

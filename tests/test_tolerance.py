@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from bertfast.backends import OPS
 from helpers import poison, tolerance
 from helpers.op_cases import (
     DTYPES,
@@ -14,6 +15,7 @@ from helpers.op_cases import (
     EmbedLayerNorm,
     FeedForward,
     LinearGelu,
+    QkvProjection,
     VarlenAttention,
     random,
 )
@@ -50,14 +52,14 @@ def _case(op, dtype, seed=0):
     if op == "feed_forward":
         w_in, w_out = numbers(130, 96, scale=0.1), numbers(96, 130, scale=0.1)
         return FeedForward({"x": numbers(40, 96), "w_in": w_in, "b_in": numbers(130), "w_out": w_out, "b_out": None})
+    if op == "qkv_projection":
+        weights = {f"w{name}": numbers(130, 96, scale=0.1) for name in "qkv"}
+        return QkvProjection({"x": numbers(40, 96), **weights, **{f"b{name}": numbers(130) for name in "qkv"}})
     ids = torch.randint(0, 30, (3, 12), generator=torch.Generator().manual_seed(seed))
     tables = {"word": numbers(30, 96), "position": numbers(16, 96), "token_type": numbers(2, 96)}
     norm = {"weight": numbers(96), "bias": numbers(96)}
     inputs = {"input_ids": ids, "token_type_ids": ids % 2, "position_ids": None, "inputs_embeds": None}
     return EmbedLayerNorm({**inputs, **tables, **norm})
-
-
-OPS = ("attention", "varlen_attention", "add_layer_norm", "linear_gelu", "feed_forward", "embed_layer_norm")
 
 
 class _Replaced:

@@ -7,6 +7,19 @@ from torch import Tensor, nn
 
 from bertfast import ops, reference
 from bertfast.dropout import apply_dropout
+from bertfast.nn.plain import is_plain
+
+
+def qkv_projection(hidden_states: Tensor, query: nn.Module, key: nn.Module, value: nn.Module) -> tuple[Tensor, ...]:
+    """`ops.qkv_projection` over the weights of three linear modules, or their calls where they are not plain or differ
+    in form."""
+    if is_plain(query, nn.Linear) and is_plain(key, nn.Linear) and is_plain(value, nn.Linear):
+        weights, biases = (query.weight, key.weight, value.weight), (query.bias, key.bias, value.bias)
+        one_shape = weights[0].shape == weights[1].shape == weights[2].shape
+        missing = sum(bias is None for bias in biases)
+        if one_shape and missing in (0, 3):
+            return ops.qkv_projection(hidden_states, weights, None if missing else biases)
+    return query(hidden_states), key(hidden_states), value(hidden_states)
 
 
 def self_attention(
@@ -22,7 +35,7 @@ def self_attention(
     max_seqlen: int | None = None,
     need_weights: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Self-attention over the projections `query`, `key` and `value` (modules, called as such).
+    """Self-attention over the projections `query`, `key` and `value`, called as modules where they are not plain.
 
     Args:
         hidden_states: (B, S, N), or packed (1, T, N) with `cu_seqlens` (sequences + 1,) and `max_seqlen`.
@@ -36,7 +49,7 @@ def self_attention(
         ValueError: packed input with a mask or with `need_weights`, or as `ops.attention`.
     """
     by_head = (*hidden_states.shape[:-1], num_heads, hidden_states.shape[-1] // num_heads)
-    q, k, v = (proj(hidden_states).view(by_head) for proj in (query, key, value))
+    q, k, v = (t.view(by_head) for t in qkv_projection(hidden_states, query, key, value))
     if cu_seqlens is not None:
         if attn_mask is not None or need_weights:
             raise ValueError("packed hidden_states take neither attn_mask nor need_weights")
