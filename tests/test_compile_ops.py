@@ -1,9 +1,13 @@
-"""The ops under torch.compile, torch.export and torch.func: whole graphs, equal results, one graph for all lengths."""
+"""The ops under torch.compile, torch.export and torch.func: whole graphs, equal results, one graph for all lengths; on
+the automatic backend, and on triton pinned inside the traced function or around it."""
+
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from bertfast import BackendError, ops, use_backend
+from bertfast.ops import _library
 from bertfast.packing import Packing, repad, unpad
 from helpers.op_cases import random
 from helpers.tolerance import random_cotangents
@@ -64,6 +68,41 @@ CALLS = {
 }
 
 
+def on_triton():
+    return use_backend("triton", "torch")
+
+
+def triton_inside(function):
+    def pinned(*args):
+        with on_triton():
+            return function(*args)
+
+    return pinned
+
+
+def unchanged(function):
+    return function
+
+
+# How a backend is pinned: what is traced, and what is around the call.
+AUTO = (unchanged, nullcontext)
+INSIDE = (triton_inside, nullcontext)
+AROUND = (unchanged, on_triton)
+NO_TRITON = not _library.INTERPRETED or _library.triton_unavailable() is not None
+PINS = [
+    pytest.param(AUTO, id="auto"),
+    pytest.param(INSIDE, id="triton inside", marks=pytest.mark.skipif(NO_TRITON, reason="needs Triton")),
+    pytest.param(AROUND, id="triton around", marks=pytest.mark.skipif(NO_TRITON, reason="needs Triton")),
+]
+WITHOUT_TRITON = ("attention", "causal", "varlen")
+EVERY_CALL = [
+    pytest.param(name, *pin.values, id=f"{name}-{pin.id}", marks=pin.marks)
+    for name in CALLS
+    for pin in (PINS[:1] if name in WITHOUT_TRITON else PINS)
+]
+every_call = pytest.mark.parametrize(("name", "pin"), EVERY_CALL)
+
+
 def results_of(function, inputs):
     leaves = [t.detach().requires_grad_() for t in inputs]
     outputs = function(*leaves)
@@ -73,22 +112,25 @@ def results_of(function, inputs):
     return [*outputs, *(leaf.grad for leaf in leaves)]
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_whole_graph_forward_and_backward(name):
+@every_call
+def test_a_whole_graph_forward_and_backward(name, pin):
     inputs, function = CALLS[name](7)
-    expected = results_of(function, inputs)
-    found = results_of(torch.compile(function, backend="aot_eager", fullgraph=True), inputs)
+    inner, outer = pin
+    with outer():
+        expected = results_of(inner(function), inputs)
+        found = results_of(torch.compile(inner(function), backend="aot_eager", fullgraph=True), inputs)
     for ours, eager in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, eager, atol=1e-5, rtol=1e-5)
     assert all(grad.any() for grad in found[1:])
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_whole_graph_without_gradients(name):
+@every_call
+def test_a_whole_graph_without_gradients(name, pin):
     inputs, function = CALLS[name](7)
-    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
-    with torch.no_grad():
-        for ours, eager in zip(_tuple(compiled(*inputs)), _tuple(function(*inputs)), strict=True):
+    inner, outer = pin
+    compiled = torch.compile(inner(function), backend="aot_eager", fullgraph=True)
+    with torch.no_grad(), outer():
+        for ours, eager in zip(_tuple(compiled(*inputs)), _tuple(inner(function)(*inputs)), strict=True):
             torch.testing.assert_close(ours, eager, atol=1e-5, rtol=1e-5)
             assert not ours.requires_grad
 
@@ -105,10 +147,11 @@ REPEATS = {
 }
 
 
+@pytest.mark.parametrize("pin", PINS[:2])
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("name", REPEATS)
-def test_tensors_that_are_used_twice(name, dynamic):
-    function = REPEATS[name]
+def test_tensors_that_are_used_twice(name, dynamic, pin):
+    function = pin[0](REPEATS[name])
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     for rows in (3, 5, 8):
         inputs = [numbers(0, rows, 16), numbers(1, 16), numbers(2, 16)]
@@ -126,10 +169,11 @@ def _layer_inputs(rows):
     return [numbers(seed, *size) for seed, size in enumerate(sizes)]
 
 
-def test_inductor_forward_and_backward():
-    inputs = _layer_inputs(7)
-    expected = results_of(_layer, inputs)
-    for ours, eager in zip(results_of(torch.compile(_layer, fullgraph=True), inputs), expected, strict=True):
+@pytest.mark.parametrize("pin", PINS[:2])
+def test_inductor_forward_and_backward(pin):
+    inputs, function = _layer_inputs(7), pin[0](_layer)
+    expected = results_of(function, inputs)
+    for ours, eager in zip(results_of(torch.compile(function, fullgraph=True), inputs), expected, strict=True):
         torch.testing.assert_close(ours, eager, atol=1e-4, rtol=1e-4)
 
 
@@ -146,23 +190,60 @@ def counting():
 ROWS = [5, 9, 2, 64, 33, 17, 128, 3, 100, 7, 255, 48]
 
 
-def test_one_graph_for_all_row_counts():
+def ops_in(graph):
+    """The private ops of a graph and of the graphs inside it."""
+    modules = (module for module in graph.modules() if isinstance(module, torch.fx.GraphModule))
+    targets = {str(node.target) for module in modules for node in module.graph.nodes}
+    return {target for target in targets if target.startswith("bertfast.")}
+
+
+def assert_on_triton(graph, pin):
+    if pin is not AUTO:
+        assert ops_in(graph) and all(target.endswith("_triton.default") for target in ops_in(graph))
+
+
+@pytest.mark.parametrize("pin", PINS)
+def test_one_graph_for_all_row_counts(pin):
     graphs, backend = counting()
-    compiled = torch.compile(_layer, backend=backend, fullgraph=True)
+    inner, outer = pin
+    function = inner(_layer)
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
     for rows in ROWS:
         inputs = _layer_inputs(rows)
         for rowwise in inputs[:2]:
             torch._dynamo.mark_dynamic(rowwise, 0)
-        torch.testing.assert_close(compiled(*inputs), _layer(*inputs))
+        with outer():
+            torch.testing.assert_close(compiled(*inputs), function(*inputs))
     assert len(graphs) == 1
+    assert_on_triton(graphs[0], pin)
 
 
-def test_two_graphs_when_lengths_turn_out_to_vary():
+@pytest.mark.parametrize("pin", PINS)
+def test_two_graphs_when_lengths_turn_out_to_vary(pin):
     graphs, backend = counting()
-    compiled = torch.compile(_layer, backend=backend, fullgraph=True)
+    inner, outer = pin
+    compiled = torch.compile(inner(_layer), backend=backend, fullgraph=True)
     for rows in ROWS:
-        compiled(*_layer_inputs(rows))
+        with outer():
+            compiled(*_layer_inputs(rows))
     assert len(graphs) == 2
+
+
+@pytest.mark.skipif(NO_TRITON, reason="needs Triton")
+def test_one_graph_for_all_numbers_of_embedded_tokens():
+    graphs, backend = counting()
+    tables = [numbers(0, 9, 16), numbers(1, 300, 16), numbers(2, 2, 16), numbers(3, 16), numbers(4, 16)]
+
+    def embed(ids, *tables):
+        return ops.embed_layer_norm(ids, ids % 2, None, *tables, padding_idx=0)
+
+    compiled = torch.compile(embed, backend=backend, fullgraph=True, dynamic=True)
+    for tokens in ROWS:
+        ids = torch.arange(2 * tokens).view(2, tokens) % 9
+        with on_triton():
+            torch.testing.assert_close(compiled(ids, *tables), embed(ids, *tables))
+    assert len(graphs) == 1
+    assert_on_triton(graphs[0], AROUND)
 
 
 def test_one_graph_for_all_sequence_lengths():
@@ -194,24 +275,31 @@ def test_one_graph_for_all_numbers_of_packed_tokens():
     assert len(graphs) == 1
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_export(name):
+@every_call
+def test_export(name, pin):
     inputs, function = CALLS[name](7)
+    inner, outer = pin
+
+    class Module(torch.nn.Module):
+        def forward(self, *args):
+            return inner(function)(*args)
+
+    with outer():
+        program = torch.export.export(Module(), tuple(t.detach() for t in inputs))
+        expected = inner(function)(*inputs)
+    assert_on_triton(program.graph_module, pin)
+    found = program.module()(*(t.detach() for t in inputs))
+    for ours, eager in zip(_tuple(found), _tuple(expected), strict=True):
+        torch.testing.assert_close(ours, eager, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("pin", PINS[:2])
+def test_export_with_a_dynamic_number_of_rows(pin):
+    function = pin[0](_layer)
 
     class Module(torch.nn.Module):
         def forward(self, *args):
             return function(*args)
-
-    program = torch.export.export(Module(), tuple(t.detach() for t in inputs))
-    found = program.module()(*(t.detach() for t in inputs))
-    for ours, eager in zip(_tuple(found), _tuple(function(*inputs)), strict=True):
-        torch.testing.assert_close(ours, eager, atol=1e-5, rtol=1e-5)
-
-
-def test_export_with_a_dynamic_number_of_rows():
-    class Module(torch.nn.Module):
-        def forward(self, *args):
-            return _layer(*args)
 
     rows = torch.export.Dim("rows", min=0, max=4096)
     arguments = tuple(t.detach() for t in _layer_inputs(7))
@@ -219,14 +307,14 @@ def test_export_with_a_dynamic_number_of_rows():
     program = torch.export.export(Module(), arguments, dynamic_shapes=shapes)
     for count in (0, 1, 7, 100):
         arguments = [t.detach() for t in _layer_inputs(count)]
-        torch.testing.assert_close(program.module()(*arguments), _layer(*arguments))
+        torch.testing.assert_close(program.module()(*arguments), function(*arguments))
 
 
-def test_dropout_draws_anew_in_compiled_code_and_follows_manual_seed():
+@pytest.mark.parametrize("pin", PINS[:2])
+def test_dropout_draws_anew_in_compiled_code_and_follows_manual_seed(pin):
     x, ones = numbers(0, 8, 64).detach(), torch.ones(64)
-    compiled = torch.compile(
-        lambda x: ops.add_layer_norm(x, x, ones, ones, dropout_p=0.5), backend="aot_eager", fullgraph=True
-    )
+    function = pin[0](lambda x: ops.add_layer_norm(x, x, ones, ones, dropout_p=0.5))
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     torch.manual_seed(1)
     first, second = compiled(x), compiled(x)
     torch.manual_seed(1)
@@ -288,12 +376,13 @@ def test_gradients_of_each_sample(name):
             torch.testing.assert_close(ours[i], eager, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
 @pytest.mark.parametrize("transform", ["vmap", "jvp", "dual"])
-def test_a_fused_backend_that_is_named_refuses_transforms(transform):
+def test_a_fused_backend_that_is_named_refuses_transforms(transform, backend):
     x, ones = numbers(0, 3, 8).detach(), torch.ones(8)
 
     def function(x):
-        return ops.add_layer_norm(x, None, ones, ones, backend="cpu")
+        return ops.add_layer_norm(x, None, ones, ones, backend=backend)
 
     with pytest.raises(BackendError, match="no forward-mode derivatives and no torch.func transforms"):
         if transform == "vmap":

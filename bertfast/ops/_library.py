@@ -6,7 +6,6 @@ removes no name and a traced graph means the same everywhere.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.metadata
 import os
@@ -62,9 +61,7 @@ def extension_unavailable() -> str | None:
     return None if status.state == "loaded" else status.reason
 
 
-@functools.cache
-def triton_unavailable() -> str | None:
-    """Why kernels of `bertfast.kernels` cannot run, or None. Does not import Triton."""
+def _triton_reason() -> str | None:
     if torch.version.hip is not None:
         return "the Triton kernels are written for NVIDIA GPUs, this torch is built for ROCm"
     try:
@@ -74,3 +71,12 @@ def triton_unavailable() -> str | None:
     if tuple(int(part) for part in version.split(".")[:2]) < MIN_TRITON:
         return "Triton {} is installed, needs {}.{}".format(version, *MIN_TRITON)
     return None
+
+
+# Looked up here, once: Dynamo would trace the look-up through a cached function.
+_TRITON_REASON = _triton_reason()
+
+
+def triton_unavailable() -> str | None:
+    """Why kernels of `bertfast.kernels` cannot run, or None. Does not import Triton."""
+    return _TRITON_REASON
