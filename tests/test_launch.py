@@ -41,7 +41,7 @@ def kernel(monkeypatch, tmp_path):
 
 
 def arguments(x, y=None, rows=4, scale=0.5, width=64, block_n=64):
-    return x, y, torch.empty_like(x), rows, x.stride(0), scale, width, block_n
+    return x, y, torch.empty(4, 64), rows, x.stride(0), scale, width, block_n
 
 
 def test_row_counts_share_one_variant(kernel):
@@ -80,6 +80,13 @@ def test_what_makes_another_variant(kernel, other):
     assert add.variants == 2
 
 
+def test_a_missing_argument(kernel):
+    add, args = Launcher(kernel), arguments(torch.empty(4, 64))
+    add((4,), *args)
+    with pytest.raises(ValueError):
+        add((4,), *args[:-1])
+
+
 def test_each_gpu_has_its_own_variant(kernel):
     add = Launcher(kernel)
     for capability in (80, 90, 80):
@@ -111,7 +118,7 @@ def test_a_variant_serves_only_what_triton_would_give_it(kernel):
 
 def test_descriptors_are_told_apart_by_dtype_and_block():
     def of(x, block):
-        return launch._specialisation(TensorDescriptor.from_tensor(x, block), "value")
+        return launch._key(0, (TensorDescriptor.from_tensor(x, block),), ("value",), {})
 
     half, x = torch.empty(64, 64, dtype=torch.float16), torch.empty(64, 64)
     assert of(x, [16, 32]) == of(torch.empty(128, 64), [16, 32])
@@ -137,6 +144,9 @@ class OnGpu:
 
     def __init__(self, index):
         self.device = torch.device("cuda", index)
+
+    def stride(self, dim):
+        return 64
 
 
 @pytest.fixture
@@ -183,7 +193,7 @@ def test_launches_enter_the_tensors_device(kernel, gpus, monkeypatch):
     add = with_variant(kernel, gpus, monkeypatch)
     second, first = OnGpu(1), OnGpu(0)
     for x in (second, second, first, first):
-        add((1,), x)
+        add((1,), *arguments(x))
     launched = [entry if isinstance(entry, str) else "launch" for entry in gpus]
     assert launched == ["enter 1", "compile", "leave 1", "enter 1", "launch", "leave 1", "compile", "launch"]
     assert add.variants == 2
@@ -193,7 +203,7 @@ def test_a_failing_launch_leaves_the_device(kernel, gpus, monkeypatch):
     add = with_variant(kernel, gpus, monkeypatch)
     monkeypatch.setattr(JITFunction, "__getitem__", lambda self, grid: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        add((1,), OnGpu(1))
+        add((1,), *arguments(OnGpu(1)))
     assert gpus == ["enter 1", "leave 1"] and torch.cuda.current_device() == 0 and add.variants == 0
 
 
@@ -202,11 +212,12 @@ def test_launches_use_the_current_stream(kernel, gpus, monkeypatch):
     streams = {0: 11, 1: 12}
     driver = triton.runtime.driver.active
     monkeypatch.setattr(driver, "get_current_stream", lambda index: streams[index], raising=False)
-    add((5,), x, 7)
+    args = arguments(x)
+    add((5,), *args)
     streams[1] = 13
-    add((5, 6), x, 7)
+    add((5, 6), *args)
     (launch_arguments,) = (entry for entry in gpus if not isinstance(entry, str))
-    assert launch_arguments == (5, 6, 1, 13, "function", "metadata", None, None, None, x, 7)
+    assert launch_arguments == (5, 6, 1, 13, "function", "metadata", None, None, None, *args)
 
 
 def test_the_device_that_tiles_are_for(monkeypatch):
