@@ -1,6 +1,8 @@
 """Choosing a backend: order, reasons, pins, threads, and what compiled code does when a pin changes."""
 
 import dataclasses
+import importlib.metadata
+import sys
 import threading
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 import bertfast
 from bertfast import BackendError, backends, ops, use_backend
 from bertfast.backends import AUTO_ORDER, BACKENDS, OPS, Call, Capability, candidates, choose
+from bertfast.ops import _library
+from helpers.recorder import Recorder
 
 CALL = Call("add_layer_norm", "cpu", None, (torch.float32,), width=8)
 
@@ -220,28 +224,6 @@ def test_describe_names_what_a_choice_may_depend_on():
     assert hash(call) == hash(call._replace())
 
 
-class Recorder:
-    """Calls of private ops, by name."""
-
-    def __enter__(self):
-        from torch.utils._python_dispatch import TorchDispatchMode
-
-        names = self.names = []
-
-        class Mode(TorchDispatchMode):
-            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-                if func.namespace == "bertfast":
-                    names.append(func._opname)
-                return func(*args, **(kwargs or {}))
-
-        self.mode = Mode()
-        self.mode.__enter__()
-        return self
-
-    def __exit__(self, *details):
-        self.mode.__exit__(*details)
-
-
 needs_cpu = pytest.mark.skipif(
     any(c.backend == "cpu" and c.unavailable_reason() for c in candidates()), reason="the native extension is not built"
 )
@@ -307,7 +289,7 @@ def test_compiled_code_sees_a_changed_pin():
 
 def test_an_error_of_the_public_op_is_the_same():
     with pytest.raises(bertfast.BackendError, match=r"add_layer_norm\(device=cpu, dtypes=float32") as raised:
-        ops.add_layer_norm(torch.ones(2, 8), None, torch.ones(8), torch.ones(8), backend="triton")
+        ops.add_layer_norm(torch.ones(2, 8), None, torch.ones(8), torch.ones(8), backend="cuda")
     assert all(f"  {backend}: " in str(raised.value) for backend in BACKENDS)
 
 
@@ -325,3 +307,119 @@ def test_old_gpus_get_reasons_instead_of_errors(registry):
     assert chosen(call) == "torch"
     with pytest.raises(BackendError, match=r"sm_61.*\n  triton: compute capability is 6\.1, needs 8\.0"):
         chosen(call, "triton")
+
+
+def test_the_automatic_choice_takes_auto_dtypes_only(registry):
+    registry("triton", auto_dtypes=backends.HALF)
+    registry("torch")
+    call = CALL._replace(device="cuda", compute=(9, 0))
+    assert chosen(call) == "torch"
+    assert chosen(call._replace(dtypes=(torch.float16, torch.float32))) == "torch"
+    assert chosen(call._replace(dtypes=(torch.float16, torch.bfloat16))) == "triton"
+    assert chosen(call, "triton") == "triton"
+    with use_backend("triton", "torch"):
+        assert chosen(call) == "triton"
+    with use_backend("auto"):
+        assert chosen(call) == "torch"
+
+
+# The ops whose kernels are GEMMs. Triton's dot on 7.5 is made of FMAs; everything else there is bound by memory.
+GEMMS = ("linear_gelu", "feed_forward", "qkv_projection")
+BOUND_BY_MEMORY = ("add_layer_norm", "embed_layer_norm")
+
+
+@pytest.fixture
+def triton_installed(monkeypatch):
+    """The capabilities as registered, with Triton taken for installed."""
+    found = {
+        key: dataclasses.replace(capability, unavailable=lambda: None) if key[1] == "triton" else capability
+        for key, capability in backends._capabilities.items()
+    }
+    monkeypatch.setattr(backends, "_capabilities", found)
+    monkeypatch.setattr(backends, "_choices", {})
+
+
+def gpu_call(op, compute, dtype, **facts):
+    features = ("gelu",) if op == "feed_forward" else ()
+    return Call(op, "cuda", compute, (dtype,), width=768, features=features, **facts)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("compute", [(6, 1), (7, 5), (8, 0), (9, 0), (12, 0)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("op", [*GEMMS, *BOUND_BY_MEMORY])
+def test_what_each_gpu_is_served_by(triton_installed, op, dtype, compute, grad):
+    call = gpu_call(op, compute, dtype, grad=grad, dropout=grad and op in ("feed_forward", *BOUND_BY_MEMORY))
+    least = (8, 0) if op in GEMMS else (7, 5)
+    serves = compute >= least and dtype != torch.float64
+    automatic = serves and (op in BOUND_BY_MEMORY or dtype != torch.float32)
+    assert chosen(call) == ("triton" if automatic else "torch")
+    if serves:
+        assert chosen(call, "triton") == "triton"
+        return
+    with pytest.raises(BackendError) as raised:
+        chosen(call, "triton")
+    reasons = next(line for line in str(raised.value).splitlines() if line.startswith("  triton: "))
+    too_old = "compute capability is {}.{}, needs {}.{}".format(*compute, *least)
+    assert (too_old in reasons) == (compute < least)
+    assert ("dtype float64 is not one of" in reasons) == (dtype == torch.float64)
+
+
+@pytest.mark.parametrize("op", BOUND_BY_MEMORY)
+def test_rows_that_are_too_wide_for_triton(triton_installed, op):
+    call = gpu_call(op, (9, 0), torch.float16)
+    assert chosen(call._replace(width=8192)) == "triton"
+    assert chosen(call._replace(width=8193)) == "torch"
+    with pytest.raises(BackendError, match="triton: width is 8193, at most 8192"):
+        chosen(call._replace(width=8193), "triton")
+
+
+@pytest.fixture
+def find_triton(monkeypatch):
+    """Looks for Triton anew, whose version is then the one given, or None for none."""
+    monkeypatch.setattr(backends, "_choices", {})
+
+    def find(version):
+        def installed(name):
+            assert name == "triton"
+            if version is None:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return version
+
+        with monkeypatch.context() as patch:
+            patch.setattr(importlib.metadata, "version", installed)
+            # Nothing may import it.
+            patch.setitem(sys.modules, "triton", None)
+            reason = _library._triton_reason()
+        monkeypatch.setattr(_library, "_TRITON_REASON", reason)
+
+    return find
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [
+        (None, "Triton is not installed (pip install 'bertfast[triton]')"),
+        ("2.3.1", "Triton 2.3.1 is installed, needs 3.6"),
+        ("3.5.1", "Triton 3.5.1 is installed, needs 3.6"),
+        ("3.6.0", None),
+        ("3.10.0", None),
+        ("4.0.0+git1234", None),
+        ("3.7", None),
+    ],
+)
+def test_a_missing_or_old_triton_is_the_reason(find_triton, version, reason):
+    find_triton(version)
+    assert _library.triton_unavailable() == reason
+    call = gpu_call("add_layer_norm", (9, 0), torch.float16)
+    assert chosen(call) == ("triton" if reason is None else "torch")
+    if reason is not None:
+        with pytest.raises(BackendError) as raised:
+            chosen(call, "triton")
+        assert f"  triton: {reason}" in str(raised.value)
+
+
+def test_a_rocm_build_of_torch_is_the_reason(find_triton, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    find_triton("3.9.0")
+    assert "built for ROCm" in _library.triton_unavailable()

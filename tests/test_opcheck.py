@@ -1,14 +1,14 @@
-"""torch.library.opcheck on every private op: schema, fake, dynamic shapes; strided, optional and empty arguments."""
+"""torch.library.opcheck on every private op of every backend: schema, fake, dynamic shapes; strided, optional and empty
+arguments."""
 
 import pytest
 import torch
 from torch.library import opcheck
 
-from bertfast import _extension
+from bertfast.backends import BACKENDS
+from bertfast.ops import _library
 from helpers.op_cases import random, seed_tensor
 from helpers.poison import LAYOUTS
-
-pytestmark = pytest.mark.skipif(_extension.STATUS.state != "loaded", reason="the native extension is not built")
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -16,10 +16,19 @@ DTYPES = (torch.float32, torch.bfloat16)
 def _operators():
     """Every operator of ours that has a kernel for the CPU."""
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("bertfast::")]
-    return sorted(name for name in names if torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"))
+    found = sorted(name for name in names if torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"))
+    return [name for name in found if not name.endswith("_triton") or _library.triton_unavailable() is None]
 
 
-def _forward_arguments(shape, dtype, layout="contiguous", residual=True, x_bias=True, dropout_p=0.0, need_sum=True):
+def _each(op):
+    """Parametrises over the backends that have a kernel of `op` for the CPU; a test without one is skipped."""
+    present = [backend for backend in BACKENDS if f"bertfast::{op}_{backend}" in _operators()]
+    return pytest.mark.parametrize("operator", [getattr(torch.ops.bertfast, f"{op}_{b}") for b in present], ids=present)
+
+
+def _forward_arguments(
+    shape, dtype=torch.float32, layout="contiguous", residual=True, x_bias=True, dropout_p=0.0, need_sum=True
+):
     def numbers(seed, *size):
         return LAYOUTS[layout](random(*size, dtype=dtype, seed=seed, grad=False))
 
@@ -37,9 +46,13 @@ def _forward_arguments(shape, dtype, layout="contiguous", residual=True, x_bias=
     )
 
 
-def _backward_arguments(shape, dtype, layout="contiguous", residual=True, x_bias=True, dropout_p=0.0, dsum=True):
+def _backward_arguments(
+    shape, dtype=torch.float32, layout="contiguous", residual=True, x_bias=True, dropout_p=0.0, dsum=True
+):
     forward = _forward_arguments(shape, dtype, layout, residual, x_bias, dropout_p)
-    out, total, mean, rstd = torch.ops.bertfast.add_layer_norm_fwd_cpu(*forward)
+    total = forward[0].contiguous()
+    mean, rstd = (random(*shape[:-1], dtype=torch.float32, seed=seed, grad=False).abs() for seed in (6, 7))
+    out = total
     dout = LAYOUTS[layout](torch.randn_like(out))
     extra = LAYOUTS[layout](torch.randn_like(out)) if dsum else None
     return dout, extra, total, mean, rstd, forward[2], forward[5], dropout_p, residual, x_bias
@@ -47,6 +60,7 @@ def _backward_arguments(shape, dtype, layout="contiguous", residual=True, x_bias
 
 CASES = [
     {"shape": (6, 33)},
+    {"shape": (6, 33), "dtype": torch.bfloat16},
     {"shape": (2, 3, 17), "residual": False},
     {"shape": (5, 8), "x_bias": False},
     {"shape": (6, 33), "dropout_p": 0.3},
@@ -58,52 +72,181 @@ CASES = [
 ]
 
 
+@_each("add_layer_norm_fwd")
 @pytest.mark.parametrize("arguments", CASES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_add_layer_norm_fwd(dtype, arguments):
+def test_add_layer_norm_fwd(operator, arguments):
     for need_sum in (True, False):
-        opcheck(
-            torch.ops.bertfast.add_layer_norm_fwd_cpu, _forward_arguments(dtype=dtype, need_sum=need_sum, **arguments)
-        )
+        opcheck(operator, _forward_arguments(need_sum=need_sum, **arguments))
 
 
+@_each("add_layer_norm_bwd")
 @pytest.mark.parametrize("arguments", CASES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_add_layer_norm_bwd(dtype, arguments):
+def test_add_layer_norm_bwd(operator, arguments):
     for dsum in (True, False):
-        opcheck(torch.ops.bertfast.add_layer_norm_bwd_cpu, _backward_arguments(dtype=dtype, dsum=dsum, **arguments))
+        opcheck(operator, _backward_arguments(dsum=dsum, **arguments))
 
 
-def test_mixed_dtypes():
+@_each("add_layer_norm_fwd")
+def test_mixed_dtypes(operator):
     x, _, weight, bias, *rest = _forward_arguments((6, 33), torch.bfloat16)
     residual = random(6, 33, dtype=torch.float32, seed=9, grad=False)
-    opcheck(torch.ops.bertfast.add_layer_norm_fwd_cpu, (x, residual, weight.float(), bias.half(), *rest))
+    opcheck(operator, (x, residual, weight.float(), bias.half(), *rest))
 
 
+LINEAR = [((6, 33), "contiguous"), ((2, 3, 8), "transposed"), ((0, 8), "contiguous")]
+
+
+@_each("linear_gelu_fwd")
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("approximate", ["none", "tanh"])
-@pytest.mark.parametrize(
-    ("shape", "layout"), [((6, 33), "contiguous"), ((2, 3, 8), "transposed"), ((0, 8), "contiguous")]
-)
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+@pytest.mark.parametrize(("shape", "layout"), LINEAR)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_linear_gelu_fwd(dtype, shape, layout, approximate, bias):
+def test_linear_gelu_fwd(operator, dtype, shape, layout, activation, bias):
     x = LAYOUTS[layout](random(*shape, dtype=dtype, seed=1, grad=False))
     weight = random(7, shape[-1], dtype=dtype, seed=2, grad=False)
-    arguments = (x, weight, random(7, dtype=dtype, seed=3, grad=False) if bias else None, approximate)
-    opcheck(torch.ops.bertfast.linear_gelu_fwd_cpu, arguments)
+    bias = random(7, dtype=dtype, seed=3, grad=False) if bias else None
+    opcheck(operator, (x, weight, bias, activation, None, 0.0, False))
+    if operator is torch.ops.bertfast.linear_gelu_fwd_triton:
+        opcheck(operator, (x, weight, bias, activation, seed_tensor(), 0.3, True))
+
+
+@_each("linear_gelu_bwd")
+@pytest.mark.parametrize(("shape", "layout"), LINEAR)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_gelu_bwd(operator, dtype, shape, layout):
+    pre, dout = (LAYOUTS[layout](random(*shape, dtype=dtype, seed=seed, grad=False)) for seed in (1, 2))
+    for dropout_p, need_out, has_bias in ((0.0, False, True), (0.3, True, True), (0.3, True, False)):
+        opcheck(operator, (dout, pre, "gelu", seed_tensor() if dropout_p else None, dropout_p, need_out, has_bias))
+
+
+def _tables(dtype, layout="contiguous"):
+    return [LAYOUTS[layout](random(*size, dtype=dtype, seed=1, grad=False)) for size in ((9, 33), (12, 33), (2, 33))]
+
+
+EMBEDDINGS = [
+    {},
+    {"dropout_p": 0.3, "dtype": torch.bfloat16},
+    {"embeds": True, "token_type": False},
+    {"tokens": (0, 4)},
+    {"tokens": (6,), "layout": "padded_rows"},
+    {"layout": "every_other"},
+]
+
+
+@_each("embed_layer_norm_fwd")
+@pytest.mark.parametrize("arguments", EMBEDDINGS, ids=str)
+def test_embed_layer_norm_fwd(operator, arguments):
+    for need_sum in (True, False):
+        opcheck(operator, _embeddings(need_sum=need_sum, **arguments))
+
+
+def _embeddings(
+    tokens=(2, 5),
+    dtype=torch.float32,
+    layout="contiguous",
+    embeds=False,
+    token_type=True,
+    dropout_p=0.0,
+    out=None,
+    need_sum=True,
+):
+    word, position, types = _tables(dtype, layout)
+    ids = torch.arange(torch.Size(tokens).numel()).view(tokens)
+    weight, bias = (random(33, dtype=torch.float32, seed=seed, grad=False) for seed in (4, 5))
+    return (
+        None if embeds else ids % 9,
+        ids % 2 if token_type else None,
+        ids % 12,
+        random(*tokens, 33, dtype=dtype, seed=6, grad=False) if embeds else None,
+        word,
+        position,
+        types if token_type else None,
+        weight,
+        bias,
+        seed_tensor() if dropout_p else None,
+        1e-5,
+        dropout_p,
+        out or dtype,
+        need_sum,
+    )
+
+
+@_each("embed_layer_norm_fwd")
+def test_embeddings_in_another_dtype(operator):
+    opcheck(operator, _embeddings(dtype=torch.bfloat16, out=torch.float32))
+
+
+@_each("embed_layer_norm_bwd")
+@pytest.mark.parametrize(("rows", "paddings"), [((9, 2, 12), (0, 1)), ((9, 0, 0), (None, None)), ((0,) * 3, (0, 1))])
+@pytest.mark.parametrize("arguments", EMBEDDINGS, ids=str)
+def test_embed_layer_norm_bwd(operator, arguments, rows, paddings):
+    input_ids, token_type_ids, position_ids, *_, weight, _, seed, _, dropout_p, dtype, _ = _embeddings(**arguments)
+    tokens = position_ids.shape
+    layout = LAYOUTS[arguments.get("layout", "contiguous")]
+    dout = layout(random(*tokens, 33, dtype=dtype, seed=7, grad=False))
+    total = random(*tokens, 33, dtype=dtype, seed=8, grad=False)
+    mean, rstd = (random(*tokens, dtype=torch.float32, seed=seed, grad=False).abs() for seed in (9, 10))
+    word_rows, type_rows, position_rows = rows
+    word_rows = 0 if input_ids is None else word_rows
+    type_rows = 0 if token_type_ids is None else type_rows
+    ids = (input_ids, token_type_ids, position_ids)
+    sizes = (word_rows, type_rows, position_rows)
+    opcheck(operator, (dout, total, mean, rstd, weight, *ids, seed, dropout_p, *sizes, *paddings))
+
+
+def _projections(dtype, layout="contiguous", bias=True, out_features=7, features=8):
+    weights = [LAYOUTS[layout](random(out_features, features, dtype=dtype, seed=s, grad=False)) for s in range(3)]
+    biases = [random(out_features, dtype=dtype, seed=s, grad=False) if bias else None for s in range(3, 6)]
+    return *weights, *biases
+
+
+@_each("qkv_projection_fwd")
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "layout"), [((6, 8), "contiguous"), ((2, 3, 8), "padded_rows"), ((0, 8), "contiguous")]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_qkv_projection_fwd(operator, dtype, shape, layout, bias):
+    x = LAYOUTS[layout](random(*shape, dtype=dtype, seed=9, grad=False))
+    opcheck(operator, (x, *_projections(dtype, layout, bias)))
+
+
+@_each("update_pack")
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_update_pack(operator, dtype, bias):
+    weights = _projections(dtype, bias=bias)
+    bias_pack = torch.cat(weights[3:]) if bias else None
+    opcheck(operator, (*weights, torch.zeros(21, 8, dtype=dtype), bias_pack))
+
+
+CHECKED = {
+    "add_layer_norm_fwd": ("triton", "cpu"),
+    "add_layer_norm_bwd": ("triton", "cpu"),
+    "linear_gelu_fwd": ("triton", "cpu"),
+    "linear_gelu_bwd": ("triton",),
+    "embed_layer_norm_fwd": ("triton",),
+    "embed_layer_norm_bwd": ("triton",),
+    "qkv_projection_fwd": ("triton",),
+    "update_pack": ("triton",),
+}
 
 
 def test_every_operator_is_checked_here():
-    checked = {"add_layer_norm_fwd_cpu", "add_layer_norm_bwd_cpu", "linear_gelu_fwd_cpu"}
-    assert set(_operators()) == {f"bertfast::{name}" for name in checked}
+    here = {
+        "triton": _library.INTERPRETED and _library.triton_unavailable() is None,
+        "cpu": _library.extension_unavailable() is None,
+    }
+    checked = {f"bertfast::{op}_{backend}" for op, backends in CHECKED.items() for backend in backends if here[backend]}
+    assert set(_operators()) == checked
 
 
-def test_names_exist_without_kernels():
+@pytest.mark.parametrize("backend", ["triton", "cpu"])
+def test_names_exist_without_kernels(backend):
     """A missing extension removes no name: schemas and fakes are Python's."""
     with torch._subclasses.FakeTensorMode():
         x, ones = torch.empty(4, 8, dtype=torch.bfloat16), torch.empty(8)
-        out, total, mean, rstd = torch.ops.bertfast.add_layer_norm_fwd_cpu(
-            x, None, ones, ones, None, None, 1e-5, 0.0, True
-        )
+        operator = getattr(torch.ops.bertfast, f"add_layer_norm_fwd_{backend}")
+        out, total, mean, rstd = operator(x, None, ones, ones, None, None, 1e-5, 0.0, True)
     assert out.dtype == total.dtype == torch.bfloat16 and mean.dtype == rstd.dtype == torch.float32
     assert out.shape == total.shape == (4, 8) and mean.shape == rstd.shape == (4,)
