@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 import bertfast
-from bertfast import backends, ops
+from bertfast import backends, ops, weight_cache
+from bertfast.benchmarks import measure
 from bertfast.benchmarks.device_check import Report, Stage, command_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -48,6 +49,49 @@ def row_ops(report: Report) -> None:
 def gemm_ops(report: Report) -> None:
     """linear_gelu, feed_forward and qkv_projection."""
     _ops(report, ("linear_gelu", "feed_forward", "qkv_projection"))
+    with report.guard("packed weights"):
+        _packed_weights(report)
+
+
+def _packed_weights(report: Report) -> None:
+    """A pack follows edits through `.data`, also from another stream and inside a CUDA graph, and what holding it
+    costs."""
+    width = 48 if report.rehearse else 768
+    x = torch.randn(64, width, dtype=torch.bfloat16, device=report.device)
+    weights = tuple(nn.Parameter(torch.randn(width, width).to(x) * width**-0.5) for _ in range(3))
+    biases = tuple(nn.Parameter(torch.randn(width).to(x)) for _ in range(3))
+
+    def project() -> Tensor:
+        return nn.functional.linear(x, *weight_cache.packed(weights, biases))
+
+    def check(what: str, out: Tensor) -> None:
+        exact = nn.functional.linear(x, torch.cat(weights), torch.cat(biases))
+        report.check(f"packed weights {what}", torch.equal(out, exact), "the pack is stale")
+
+    with torch.no_grad():
+        check("at first", project())
+        weights[1].data.mul_(2.0)
+        biases[2].data.add_(1.0)
+        check("after edits through .data", project())
+        weights[0].mul_(2.0)
+        check("after a counted edit", project())
+        if report.device != "cuda":
+            return
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            weights[2].data.mul_(2.0)
+            check("on another stream", project())
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = project()
+        weights[1].data.mul_(0.5)
+        graph.replay()
+        check("in a graph", out)
+        calls = {"held": project, "not held": lambda: nn.functional.linear(x, *pack)}
+        pack = weight_cache.packed(weights, biases)
+        taken = measure.interleave(calls, rounds=15, min_seconds=0.005, stopwatch=measure.cuda_stopwatch)
+        report.measured("packed weights", us={name: 1e6 * t.quantiles.median for name, t in taken.items()})
 
 
 def compile_kernels(report: Report) -> None:

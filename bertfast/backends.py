@@ -243,6 +243,12 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
+def order_on(device: str) -> tuple[str, ...]:
+    """The backends that may serve calls on a type of device, best first: those that are pinned, or the automatic
+    order."""
+    return AUTO_ORDER.get(device, ("torch",)) if _pinned.order is None else _pinned.order
+
+
 def choose(call: Call, backend: str | None = None) -> Capability:
     """The capability that serves `call`: of `backend` if given, else of the pinned order, else of the automatic one.
 

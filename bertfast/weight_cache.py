@@ -11,6 +11,9 @@ A pack is found by the identity of its Parameters and held to them before each u
 That sees `load_state_dict`, optimizer steps, `.half()` and `.to()`, resizing, merged and unmerged adapters and averages
 copied through `.data`. An edit of part of a weight through `.data` may be missed: `bertfast.refresh(model)`.
 
+For three weights and biases that costs 9 us of the host (a shared 2-core machine), and on a GPU the launch of one
+kernel, whose time the device check takes.
+
 Packs live here, outside of modules, and go when one of their Parameters goes. So state dicts, pickles and copies of a
 model know nothing of them.
 """

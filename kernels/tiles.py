@@ -59,7 +59,8 @@ def layer_norm_bwd(width: int) -> RowTile:
     """Tile of the row kernels' backward.
 
     8 values a thread: xhat, g and up to three running sums over rows are live at once, 5 x 8 registers and the
-    addresses. Width 8,192 has 16 values a thread with 16 warps, 80 registers of 128 that 512 threads may have.
+    addresses. Width 8,192 has 16 values a thread with 16 warps, and just fits into the 128 registers that each of 512
+    threads may have.
     """
     return _row_tile(width, 8)
 
@@ -210,7 +211,9 @@ def linear_gelu_fwd(
         aligned: rows of x and weight begin at multiples of 16 bytes.
         descriptors: so do those of the output, and no tensor is expanded.
     """
-    tile = gemm_tile(rows, width_out, item_size, capability, multiprocessors, aligned)
+    tile = gemm_tile(rows, width_out, 2 if tensor_cores else 4, capability, multiprocessors, aligned)
+    # TF32 takes as many bytes of K a step as half precision does.
+    tile = tile._replace(block_k=2 * tile.block_k // item_size) if tensor_cores else tile
     splits = gemm_splits(rows, width_out, width_in, tile, multiprocessors)
     if dropout or (rows > 64 and not tensor_cores):
         return GemmPlan("separate", tile, 1)
@@ -240,10 +243,10 @@ def bias_activation(width: int) -> ElementTile:
 
 
 def linear_gelu_bwd_programs(rows: int, width: int, tile: ElementTile, multiprocessors: int) -> int:
-    """Programs that share the rows of one block of columns: 8 a multiprocessor in all (32 warps), each with 4 steps or
-    more, so that partial sums cost a small part of what the rows do."""
+    """Programs that share the rows of one block of columns: 4 a multiprocessor in all, as many as fit at 128 registers a
+    thread, each with 4 steps or more, so that partial sums cost a small part of what the rows do."""
     columns = cdiv(width, tile.block_n)
-    return max(1, min(cdiv(rows, 4 * tile.block_m), cdiv(8 * multiprocessors, columns)))
+    return max(1, min(cdiv(rows, 4 * tile.block_m), cdiv(4 * multiprocessors, columns)))
 
 
 def qkv_projection_fwd(
@@ -273,5 +276,6 @@ def qkv_weights_are_packed(rows: int, columns: int, width_in: int, capability: i
 
 def update_pack() -> ElementTile:
     """Tile of the kernel that holds a pack to its weights: two samples of each of 32 rows are the 64 values that a
-    program compares, and 72 programs at width 768 are all in flight at once. A copy takes 128 columns a step."""
-    return ElementTile(32, 128, 4)
+    program compares, and 72 programs at width 768 are all in flight at once. A copy takes 64 columns a step, 16 values a
+    thread; 32 spill on 100 where rows are unaligned."""
+    return ElementTile(32, 64, 4)

@@ -1,13 +1,16 @@
 """qkv_projection on every backend, the launch's tiles and parts, and the module that uses it."""
 
+import types
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from bertfast import BackendError, ops, use_backend
+from bertfast.backends import order_on
 from bertfast.kernels import tiles
-from bertfast.nn.attention import qkv_projection
+from bertfast.nn import attention as nn_attention
 from helpers import poison
 from helpers.op_cases import ALL_DTYPES, QkvProjection, backends_for, random
 from helpers.poison import LAYOUTS, poisoned_memory  # noqa: F401
@@ -258,6 +261,28 @@ def test_modules_give_what_their_calls_give(change, backend):
         nn.utils.parametrizations.weight_norm(modules[2])
     x = random(2, 5, 16, dtype=torch.float32, seed=1)
     with use_backend(backend):
-        outputs = qkv_projection(x, *modules)
+        outputs = nn_attention.qkv_projection(x, *modules)
     for ours, module in zip(outputs, modules, strict=True):
         torch.testing.assert_close(ours, module(x), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("device", "backends", "fused"),
+    [
+        ("cuda", (), True),
+        ("cuda", ("torch",), False),
+        ("cpu", (), False),
+        ("cpu", ("cpu",), False),
+        ("cpu", ("triton", "torch"), True),
+    ],
+)
+def test_where_no_kernel_serves_modules_are_called(device, backends, fused, monkeypatch):
+    """Three calls cost less than an op that makes three calls."""
+    called = []
+    monkeypatch.setattr(ops, "qkv_projection", lambda x, weights, biases: called.append(x) or (x, x, x))
+    modules = [module.to("meta") for module in linears()]
+    x = types.SimpleNamespace(device=torch.device(device)) if fused else torch.empty(3, 16, device="meta")
+    monkeypatch.setattr(nn_attention, "order_on", lambda kind: order_on(device))
+    with use_backend(*backends or ("auto",)):
+        assert len(nn_attention.qkv_projection(x, *modules)) == 3
+    assert called == ([x] if fused else [])
