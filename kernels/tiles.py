@@ -276,6 +276,6 @@ def qkv_weights_are_packed(rows: int, columns: int, width_in: int, capability: i
 
 def update_pack() -> ElementTile:
     """Tile of the kernel that holds a pack to its weights: two samples of each of 32 rows are the 64 values that a
-    program compares, and 72 programs at width 768 are all in flight at once. A copy takes 64 columns a step, 16 values a
-    thread; 32 spill on 100 where rows are unaligned."""
+    program compares, and 72 programs at width 768 are all in flight at once. A copy takes 64 columns a step, 16 values
+    a thread; 32 spill on 100 where rows are unaligned."""
     return ElementTile(32, 64, 4)
