@@ -1,0 +1,74 @@
+"""The mutant runner: what it breaks, what it leaves alone, and the committed results."""
+
+import ast
+
+import mutants
+import pytest
+
+FILES = sorted((mutants.ROOT / "kernels").glob("*.py"))
+KERNELS = [path for path in FILES if mutants.jit_functions(ast.parse(path.read_text()))]
+
+
+def broken(tmp_path, body, before="@triton.jit\ndef f(x, m, N):\n    "):
+    path = tmp_path / "toy.py"
+    path.write_text(before + body + "\n")
+    return [mutant.name.removeprefix(f"toy.f: {body} -> ") for mutant in mutants.mutants_of(path)]
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("m = x < N", ["m = (x <= N)"]),
+        ("m = x * N", ["m = (x)", "m = (N)"]),
+        ("m = x + 2", ["m = (x - 2)", "m = x + 3"]),
+        ("m = x & N", ["m = (x)", "m = (N)"]),
+        ("m = -x", ["m = (x)"]),
+        ("m += x", ["m = x", "m -= x"]),
+        ("m = 0.5", ["m = 0.505"]),
+        ("m = tl.maximum(x, N)", ["m = tl.minimum(x, N)"]),
+        ("m = tl.where(m, x, 0.0)", ["m = (x)", "m = (0.0)", "m = tl.where(m, x, 1.0)"]),
+        ("m = tl.load(x, mask=m, other=0.0)", ["m = tl.load(x)", "m = tl.load(x, mask=m, other=1.0)"]),
+        ("tl.store(x, m, mask=m)", ["pass", "tl.store(x, m)"]),
+        ("m = tl.sum(x, axis=1) / N", ["m = (tl.sum(x, axis=1))", "m = tl.max(x, axis=1) / N"]),
+        ("m = dot(x, x, m, P)", ["m = dot(x, x, m * 0.0, P)"]),
+        ("m = tl.arange(0, 16)", []),
+        ("m = x.to(tl.int64)", []),
+        ("m = tl.zeros((16, 8), tl.float32)", []),
+        ("tl.static_assert(N > 4)", []),
+    ],
+)
+def test_what_is_broken(tmp_path, body, expected):
+    assert broken(tmp_path, body) == expected
+
+
+def test_functions_that_are_not_kernels_are_left_alone(tmp_path):
+    assert broken(tmp_path, "m = x < N", before="def f(x, m, N):\n    ") == []
+
+
+def test_what_runs_interpreted_or_compiled_only_is_left_alone(tmp_path):
+    assert broken(tmp_path, "if INTERPRETED:\n        return x + 1\n    return x - 1") == []
+
+
+def test_every_kernel_file_has_its_tests():
+    assert {path.stem for path in KERNELS} == mutants.TESTS.keys()
+    for files in mutants.TESTS.values():
+        assert all((mutants.ROOT / "tests" / file).exists() for file in files)
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.stem)
+def test_mutants_differ_in_one_place_and_have_names_of_their_own(path):
+    found = mutants.mutants_of(path)
+    source = ast.unparse(ast.parse(path.read_text()))
+    assert found and len({mutant.name for mutant in found}) == len(found)
+    assert all(ast.unparse(ast.parse(mutant.source)) != source for mutant in found)
+
+
+def test_committed_results():
+    """Of functions that have not changed since; the whole is `python tests/mutants.py --check`."""
+    results = mutants.load(mutants.RESULTS)
+    current = [
+        mutant
+        for mutant in mutants.all_mutants(sorted(mutants.TESTS))
+        if results.get(mutant.file, {}).get(mutant.function, {}).get("digest") == mutant.digest
+    ]
+    assert mutants.complaints(current, results, mutants.load(mutants.SURVIVORS)) == []
