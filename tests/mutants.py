@@ -116,7 +116,6 @@ def mutants_of(path: Path) -> list[Mutant]:
         for node, replacement in _replacements(function.body):
             start, end = offset(node.lineno, node.col_offset), offset(node.end_lineno, node.end_col_offset)
             mutated = source[:start] + replacement + source[end:]
-            ast.parse(mutated)
             first, last = starts[node.lineno - 1], starts[node.end_lineno]
             before = " ".join(source[first:last].split())
             after = " ".join((source[first:start] + replacement + source[end:last]).split())
@@ -404,16 +403,19 @@ def all_mutants(files: list[str]) -> list[Mutant]:
     return [mutant for name in files for mutant in mutants_of(ROOT / "kernels" / f"{name}.py")]
 
 
+def verdict_of(mutant: Mutant, results: dict) -> str | None:
+    """The result of a mutant; None without one, or where its function changed since."""
+    known = results.get(mutant.file, {}).get(mutant.function, {})
+    return known["mutants"].get(mutant.name) if known.get("digest") == mutant.digest else None
+
+
 def complaints(mutants: list[Mutant], results: dict, reasons: dict) -> list[str]:
     """What the results fall short of."""
-    found = []
-    known = {m.name: results.get(m.file, {}).get(m.function, {}) for m in mutants}
-    verdicts = {m.name: known[m.name].get("mutants", {}).get(m.name) for m in mutants}
-    missing = [m.name for m in mutants if verdicts[m.name] is None or known[m.name]["digest"] != m.digest]
-    if missing:
-        found.append(f"{len(missing)} mutants have no result, the first is {missing[0]}")
+    verdicts = {mutant.name: verdict_of(mutant, results) for mutant in mutants}
+    missing = [name for name, verdict in verdicts.items() if verdict is None]
     survivors = {name for name, verdict in verdicts.items() if verdict == "survived"}
-    caught = sum(verdict is not None for verdict in verdicts.values()) - len(survivors)
+    caught = len(mutants) - len(missing) - len(survivors)
+    found = [f"{len(missing)} mutants have no result, the first is {missing[0]}"] if missing else []
     if caught < NEEDED * len(mutants):
         found.append(f"{caught} of {len(mutants)} mutants are caught, needs {NEEDED:.0%}")
     found += [f"survives without a reason: {name}" for name in sorted(survivors - reasons.keys())]
@@ -436,8 +438,7 @@ def main() -> int:
     mutants, results = all_mutants(files), load(RESULTS)
 
     def wanted(mutant: Mutant) -> bool:
-        known = results.get(mutant.file, {}).get(mutant.function, {})
-        verdict = known.get("mutants", {}).get(mutant.name) if known.get("digest") == mutant.digest else None
+        verdict = verdict_of(mutant, results)
         return arguments.again or verdict is None or (arguments.survivors and verdict == "survived")
 
     waiting = [] if arguments.check else [mutant for mutant in mutants if wanted(mutant)]
@@ -445,7 +446,8 @@ def main() -> int:
         _forget(results, mutants, waiting)
         run(waiting, results, arguments.jobs, arguments.budget)
     found = complaints(mutants, results, load(SURVIVORS))
-    print(*found or [f"{len(mutants)} mutants, all as they should be"], sep="\n")
+    caught = sum((verdict_of(mutant, results) or "").startswith("caught") for mutant in mutants)
+    print(*found, f"{caught} of {len(mutants)} mutants are caught", sep="\n")
     return bool(found)
 
 

@@ -56,6 +56,15 @@ def _feed_forward(tokens):
     return inputs, lambda *args: ops.feed_forward(*args, "quick_gelu")
 
 
+def _qkv_projection(tokens):
+    inputs = [
+        numbers(0, tokens, 16),
+        *(numbers(seed, 12, 16) for seed in (1, 2, 3)),
+        *(numbers(s, 12) for s in (4, 5, 6)),
+    ]
+    return inputs, lambda x, *rest: ops.qkv_projection(x, rest[:3], rest[3:])
+
+
 def _embed_layer_norm(tokens):
     ids = torch.arange(2 * tokens).view(2, tokens) % 9
     inputs = [numbers(0, 9, 16), numbers(1, 64, 16), numbers(2, 2, 16), numbers(3, 16), numbers(4, 16)]
@@ -64,7 +73,16 @@ def _embed_layer_norm(tokens):
 
 CALLS = {
     f.__name__.strip("_"): f
-    for f in (_attention, _causal, _varlen, _add_layer_norm, _linear_gelu, _feed_forward, _embed_layer_norm)
+    for f in (
+        _attention,
+        _causal,
+        _varlen,
+        _add_layer_norm,
+        _linear_gelu,
+        _feed_forward,
+        _qkv_projection,
+        _embed_layer_norm,
+    )
 }
 
 
