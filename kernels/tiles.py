@@ -149,16 +149,13 @@ def gemm_splits(rows: int, width_out: int, width_in: int, tile: GemmTile, multip
     return cdiv(steps, cdiv(steps, parts))
 
 
-def persistent_tile(rows: int, width_out: int, capability: int, multiprocessors: int) -> GemmTile:
+def persistent_tile(rows: int, width_out: int, multiprocessors: int) -> GemmTile:
     """Tile of the persistent GEMMs on tensor descriptors, half precision.
 
     128 x 256 by 8 warps has 128 accumulators a thread (on 100 in tensor memory) and reads 1 byte per 85 FLOPs; 3 stages
     of 48 KiB and half of the outputs at a time, 32 KiB, fit into 227. It is taken where it leaves a tile for each
     multiprocessor.
-    On 120, 99 KiB hold one such program with 4 stages of 16 KiB.
     """
-    if capability >= 120:
-        return GemmTile(128, 128, 32, _GROUP_M, 8, 4)
     if cdiv(rows, 128) * cdiv(width_out, 256) >= multiprocessors:
         return GemmTile(128, 256, 64, _GROUP_M, 8, 3)
     return GemmTile(128, 128, 64, _GROUP_M, 8, 4)
@@ -204,7 +201,9 @@ def linear_gelu_fwd(
     * fp32 without TF32 beyond 64 rows: "separate". cuBLAS's FMA loop is better by more than the second pass costs.
     * Few tiles: "split", also up to 64 rows of fp32: such calls wait for weights and launches, not for arithmetic.
     * K beyond `_FUSED_UP_TO`: "separate".
-    * Else one kernel: "persistent" from 90 on where descriptors can hold the tensors, or "tile".
+    * Else one kernel: "persistent" on 90 and 100 where descriptors can hold the tensors, or "tile". On 120 two programs
+      of "tile" fit into 99 KiB and hide each other's epilogues, as one persistent program would (which spills there
+      with Triton 3.6).
 
     Args:
         tensor_cores: half precision, or fp32 with TF32 allowed.
@@ -221,8 +220,8 @@ def linear_gelu_fwd(
         return GemmPlan("split", tile, splits)
     if rows > 64 and width_in > _FUSED_UP_TO[max(known for known in _FUSED_UP_TO if known <= capability)]:
         return GemmPlan("separate", tile, 1)
-    if capability >= 90 and descriptors and item_size == 2 and tile.block_m == 128:
-        return GemmPlan("persistent", persistent_tile(rows, width_out, capability, multiprocessors), 1)
+    if 90 <= capability < 120 and descriptors and item_size == 2 and tile.block_m == 128:
+        return GemmPlan("persistent", persistent_tile(rows, width_out, multiprocessors), 1)
     return GemmPlan("tile", tile, 1)
 
 
@@ -243,8 +242,8 @@ def bias_activation(width: int) -> ElementTile:
 
 
 def linear_gelu_bwd_programs(rows: int, width: int, tile: ElementTile, multiprocessors: int) -> int:
-    """Programs that share the rows of one block of columns: 4 a multiprocessor in all, as many as fit at 128 registers a
-    thread, each with 4 steps or more, so that partial sums cost a small part of what the rows do."""
+    """Programs that share the rows of one block of columns: 4 a multiprocessor in all, as many as fit at 128 registers
+    a thread, each with 4 steps or more, so that partial sums cost a small part of what the rows do."""
     columns = cdiv(width, tile.block_n)
     return max(1, min(cdiv(rows, 4 * tile.block_m), cdiv(4 * multiprocessors, columns)))
 

@@ -1,5 +1,7 @@
 """linear_gelu on every backend."""
 
+import importlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -100,7 +102,7 @@ def form(request, monkeypatch):
         if name == "persistent" and (item_size == 4 or not descriptors):
             name = "tile"
         if name == "persistent":
-            tile = tiles.persistent_tile(rows, width_out, *device)
+            tile = tiles.persistent_tile(rows, width_out, device[1])
         else:
             tile = tiles.gemm_tile(rows, width_out, item_size, *device, aligned)
         steps = tiles.cdiv(width_in, tile.block_k)
@@ -132,6 +134,27 @@ def test_every_form_of_the_triton_kernels(form, dtype, shape, width_out):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_form_takes_every_layout(form, layout):
     assert_parity(case(5, 72, width_out=24, dtype=torch.bfloat16, layout=LAYOUTS[layout]), "triton")
+
+
+@pytest.mark.skipif("triton" not in BACKENDS, reason="Triton kernels are not interpreted here")
+@pytest.mark.parametrize(
+    ("dtype", "allowed", "expected"),
+    [
+        (torch.float32, "none", "ieee"),
+        (torch.float32, "ieee", "ieee"),
+        (torch.float32, "tf32", "tf32"),
+        (torch.bfloat16, "tf32", "ieee"),
+    ],
+)
+def test_fp32_is_multiplied_in_fp32_unless_tf32_is_allowed(monkeypatch, dtype, allowed, expected):
+    kernels = importlib.import_module("bertfast.kernels.linear_gelu")
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", allowed)
+    launched = []
+    monkeypatch.setattr(kernels, "_fwd", lambda grid, *arguments, **options: launched.append(arguments))
+    x = torch.ones(3, 8, dtype=dtype)
+    kernels.linear_gelu_fwd(x, x, None, "gelu", None, 0.0, False)
+    precisions = {argument for argument in launched[0] if isinstance(argument, str)} - {"gelu"}
+    assert precisions == {expected}
 
 
 @pytest.mark.parametrize(("backend", "dtype"), SERVED)

@@ -125,12 +125,12 @@ def test_splits_fill_the_card_and_cover_the_sum(capability):
                 assert (splits - 1) * part < steps <= splits * part
 
 
-@pytest.mark.parametrize("capability", [c for c in GEMM_CAPABILITIES if c >= 90])
+@pytest.mark.parametrize("capability", [90, 100])
 def test_persistent_tiles(capability):
     multiprocessors = tiles.MULTIPROCESSORS[capability]
     for rows in (row for row in ROWS if row > 64):
         for _, width in LAYERS:
-            tile = tiles.persistent_tile(rows, width, capability, multiprocessors)
+            tile = tiles.persistent_tile(rows, width, multiprocessors)
             check_gemm_tile(tile._replace(block_m=16), rows, 2, capability)
             # Half of the outputs are staged next to the operands; a descriptor's block has 256 rows at most.
             staged = tile.block_m * tile.block_n // 2 * 2 / 1024
@@ -159,8 +159,10 @@ def test_plans_of_linear_gelu(capability, width_in, width):
             form, tile, splits = plan(rows, width_in, width, capability, **how)
             assert form in ("tile", "split", "persistent", "separate")
             assert (form == "split") == (splits > 1)
+            if form in ("tile", "split"):
+                check_gemm_tile(tile, rows, how.get("item_size", 2), capability)
             if form == "persistent":
-                assert capability >= 90 and how.get("tma", True) and how.get("item_size", 2) == 2
+                assert 90 <= capability < 120 and how.get("tma", True) and how.get("item_size", 2) == 2
             assert plan(rows, width_in, width, capability, dropout=True, **how).form == "separate"
             if how.get("tensor_cores", True) is False and rows > 64:
                 assert form == "separate"
@@ -171,6 +173,7 @@ def test_a_known_plan_for_each_form():
     assert plan(4096, 768, 3072, 80).form == "tile"
     assert plan(4096, 768, 3072, 90).form == "persistent"
     assert plan(4096, 768, 3072, 90, tma=False).form == "tile"
+    assert plan(4096, 768, 3072, 120).form == "tile"
     assert plan(4096, 4096, 1024, 100).form == "separate"
 
 
