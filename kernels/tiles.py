@@ -180,7 +180,7 @@ class GemmPlan(NamedTuple):
 # GEMM's time is 2 F / (B K) with F FLOP/s and B byte/s: 325 / K on 80 (290e12, 1.8e12), 367 / K on 90 (790e12,
 # 4.3e12), 430 / K on 100 (1.6e15, 7.4e12), 230 / K on 120 (210e12, 1.8e12). Against it stands what cuBLAS gains over
 # these kernels, taken as 8 % with mma.sync, 12 % with wgmma and 20 % with tcgen05. Reasoned, not measured.
-_FUSED_UP_TO = {75: 0, 80: 4096, 90: 3072, 100: 2048, 120: 3072}
+_FUSED_UP_TO = {80: 4096, 90: 3072, 100: 2048, 120: 3072}
 
 
 def linear_gelu_fwd(

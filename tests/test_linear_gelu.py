@@ -148,11 +148,15 @@ def test_every_form_takes_every_layout(form, layout):
 )
 def test_fp32_is_multiplied_in_fp32_unless_tf32_is_allowed(monkeypatch, dtype, allowed, expected):
     kernels = importlib.import_module("bertfast.kernels.linear_gelu")
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", allowed)
     launched = []
     monkeypatch.setattr(kernels, "_fwd", lambda grid, *arguments, **options: launched.append(arguments))
     x = torch.ones(3, 8, dtype=dtype)
-    kernels.linear_gelu_fwd(x, x, None, "gelu", None, 0.0, False)
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = allowed
+    try:
+        kernels.linear_gelu_fwd(x, x, None, "gelu", None, 0.0, False)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
     precisions = {argument for argument in launched[0] if isinstance(argument, str)} - {"gelu"}
     assert precisions == {expected}
 
