@@ -284,6 +284,16 @@ def test_keep_mask(seed, dropout_p):
     assert torch.equal(out.bool(), whole[8:, 32:])
 
 
+def test_keep_mask_at_the_threshold():
+    """Dropped are words below floor(p * 2**32), the last of which is handed over."""
+    seed, out = torch.tensor([7]), torch.empty(1, 4, dtype=torch.int8)
+    words = [int(word) for word in philox(seed, (torch.zeros(1, dtype=torch.int64),) * 4)]
+    for i, word in enumerate(words):
+        for last, kept in ((word, 0), (word - 1, 1)):
+            keep_mask_kernel[(1,)](seed, out, 0, 0, last - 2**32 if last >= 2**31 else last, 0, 1, 4)
+            assert out[0, i] == kept
+
+
 def test_keep_mask_beyond_32_bits_of_rows():
     seed, out = torch.tensor([7]), torch.empty(2, 4, dtype=torch.int8)
     row, count = 2**32 + 5, dropout_of(seed, 0.5).last_dropped
