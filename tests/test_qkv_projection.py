@@ -44,7 +44,7 @@ def test_parity(backend, dtype, shape, biases, grad):
 @pytest.mark.parametrize("width_out", [1, 3, 17, 48, 65, 129, 200])
 @pytest.mark.parametrize(("backend", "dtype"), EVERY)
 def test_widths(backend, dtype, width_out):
-    for width in (1, 3, 48, 129):
+    for width in (1, 3, 129):
         assert_parity(case(5, width, width_out=width_out, dtype=dtype), backend)
 
 
@@ -61,7 +61,7 @@ def test_empty(backend, dtype, shape, width_out):
     assert results["k"].shape == (*shape[:-1], width_out)
 
 
-GRADS = {**LAYOUTS, "expanded": poison.expanded}
+GRADS = {layout.__name__: layout for layout in (poison.padded_rows, poison.transposed, poison.expanded)}
 
 
 @pytest.mark.parametrize("grad_layout", GRADS)
