@@ -115,7 +115,8 @@ def gemm_tile(
     hides behind the other's sum, and fit once into 99. `wgmma` and `tcgen05` (90, 100) take 64 of K a step in 3 stages
     of 32 KiB. Where 128 x 128 leaves multiprocessors without a tile, 64 x 64 makes four times as many: (1, 128) into
     3,072 gives 96 instead of 24, for as many bytes more from L2 as split sums would move through a workspace, and
-    without their second launch. Few rows take few rows of tile: 16 is the least that `mma` computes.
+    without their second launch. Few rows take few rows of tile: 16 is the least that `mma` computes. Then 5 stages of
+    64 of K have as many bytes in flight as 3 of 128, with which sums of parts of K spill.
 
     Not `aligned`: rows that begin off 16 bytes are loaded element by element through registers, of which 32 of K leave
     enough.
@@ -127,7 +128,7 @@ def gemm_tile(
         return GemmTile(max(16, min(next_power_of_2(rows), 64)), 64, 16, _GROUP_M, 4, 3)
     block_m = max(16, min(next_power_of_2(rows), 128))
     if block_m <= 32:
-        return GemmTile(block_m, 64, 128 if aligned else 64, _GROUP_M, 4, 3)
+        return GemmTile(block_m, 64, 64, _GROUP_M, 4, 5 if aligned else 3)
     if block_m == 64 or width_out <= 64 or cdiv(rows, 128) * cdiv(width_out, 128) < multiprocessors:
         return GemmTile(64, 64, 64 if aligned else 32, _GROUP_M, 4, 4)
     if 90 <= capability < 120 and aligned:
