@@ -156,8 +156,9 @@ def _is_static(test: ast.expr) -> bool:
 
 
 def _of_statement(statement: ast.stmt) -> Iterator[tuple[ast.AST, str]]:
-    if isinstance(statement, ast.Assign) and ast.unparse(statement.value).endswith(".to(tl.float32)"):
-        # Elsewhere what it meets is fp32 already.
+    value = ast.unparse(statement.value) if isinstance(statement, ast.Assign) else ""
+    if value.startswith("tl.load") and value.endswith(".to(tl.float32)") and ", None]" in value:
+        # A tile as it is stored. Vectors meet fp32 tiles, so that they are widened in any case.
         yield statement.value, ast.unparse(statement.value.func.value)
     elif isinstance(statement, ast.AugAssign):
         target, value = ast.unparse(statement.target), ast.unparse(statement.value)
@@ -448,7 +449,7 @@ def main() -> int:
 
     waiting = [] if arguments.check else [mutant for mutant in mutants if wanted(mutant)]
     if waiting:
-        _forget(results, mutants, waiting)
+        _forget(results, mutants)
         run(waiting, results, arguments.jobs, arguments.budget)
     found = complaints(mutants, results, load(SURVIVORS))
     caught = sum((verdict_of(mutant, results) or "").startswith("caught") for mutant in mutants)
@@ -456,12 +457,16 @@ def main() -> int:
     return bool(found)
 
 
-def _forget(results: dict, mutants: list[Mutant], waiting: list[Mutant]) -> None:
-    """Drops results of functions that changed or went."""
+def _forget(results: dict, mutants: list[Mutant]) -> None:
+    """Drops results of functions that changed or went, and of mutants that are no longer made."""
     for file in {mutant.file for mutant in mutants}:
-        now = {mutant.function: mutant.digest for mutant in mutants if mutant.file == file}
-        kept = {name: known for name, known in results.get(file, {}).items() if known["digest"] == now.get(name)}
-        results[file] = kept
+        functions: dict = {}
+        for mutant in mutants:
+            verdict = verdict_of(mutant, results) if mutant.file == file else None
+            if verdict is not None:
+                function = functions.setdefault(mutant.function, {"digest": mutant.digest, "mutants": {}})
+                function["mutants"][mutant.name] = verdict
+        results[file] = functions
 
 
 def run(waiting: list[Mutant], results: dict, jobs: int, budget: float) -> None:
