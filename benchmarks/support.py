@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bertfast import ops
+from bertfast.activations import ACTIVATIONS
 from bertfast.backends import BACKENDS, Capability, candidates
 
 BEGIN, END = "<!-- support matrix: begin -->", "<!-- support matrix: end -->"
 COLUMNS = ("op", "backend", "device", "dtypes", "gradients", "dropout", "limits")
+FEATURES = {"feed_forward": frozenset({*ACTIVATIONS, "callable activation"}), "attention": frozenset({"enable_gqa"})}
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -39,7 +41,7 @@ def _row(capability: Capability) -> tuple[str, ...]:
         limits.append(f"width up to {capability.max_width}")
     missing = [f"no {kind} mask" for kind in ("bool", "float") if kind not in capability.masks]
     if capability.features is not None:
-        limits.append(f"only {', '.join(sorted(capability.features))}" if capability.features else "plain calls only")
+        limits.append(_features(FEATURES.get(capability.op, frozenset()), capability.features))
     drops = "dropout_p" in inspect.signature(getattr(ops, capability.op)).parameters
     return (
         f"`{capability.op}`",
@@ -50,6 +52,16 @@ def _row(capability: Capability) -> tuple[str, ...]:
         "" if not drops else "yes" if capability.dropout else "no",
         "; ".join([*limits, *missing]),
     )
+
+
+def _features(known: frozenset[str], served: frozenset[str]) -> str:
+    """Whichever list is shorter: what is served of what the op knows, or what is not."""
+    if not served:
+        return "plain calls only"
+    missing = known - served
+    if 0 < len(missing) < len(served):
+        return f"no {', '.join(sorted(missing))}"
+    return f"only {', '.join(sorted(served))}"
 
 
 def section() -> str:
