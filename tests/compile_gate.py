@@ -208,7 +208,8 @@ def main() -> int:
         errors += compare(rows, table_path(triton.__version__), whole)
     spilled = [f"{row}: {row.stack} bytes of spilled registers" for row in rows if row.stack]
     seconds = time.perf_counter() - started
-    print(*spilled, *(f"error: {error}" for error in errors), sep="\n")
+    for line in (*spilled, *(f"error: {error}" for error in errors)):
+        print(line)
     print(f"Triton {triton.__version__}: {len(rows)} variants of {len(launched)} kernels in {seconds:.0f} s")
     return bool(errors)
 
