@@ -72,8 +72,8 @@ def input_precision(dtype: torch.dtype) -> str:
 
 
 def is_aligned(*matrices: Tensor) -> bool:
-    """Whether every row of matrices with unit stride along it begins and ends at a multiple of 16 bytes."""
+    """Whether Triton reads the rows of matrices with unit stride along them in whole 16-byte pieces: what it knows is
+    whether addresses are multiples of 16 bytes, and strides of 16 elements."""
     return all(
-        x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0 and x.shape[1] * x.element_size() % 16 == 0
-        for x in matrices
+        x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0 and x.shape[1] * x.element_size() % 16 == 0 for x in matrices
     )

@@ -182,7 +182,6 @@ def linear_gelu_fwd(
     (rows, width_in), width = x.shape, weight.shape[0]
     precision = input_precision(x.dtype)
     capability, multiprocessors = device_of(x)
-    aligned = is_aligned(x, weight)
     form, tile, splits = tiles.linear_gelu_fwd(
         rows,
         width,
@@ -190,8 +189,8 @@ def linear_gelu_fwd(
         x.element_size(),
         x.element_size() == 2 or precision == "tf32",
         seed is not None,
-        aligned,
-        aligned and _fits_descriptor(x) and _fits_descriptor(weight) and width * x.element_size() % 16 == 0,
+        is_aligned(x, weight),
+        _fits_descriptor(x) and _fits_descriptor(weight) and width * x.element_size() % 16 == 0,
         capability,
         multiprocessors,
     )
@@ -238,4 +237,5 @@ def linear_gelu_fwd(
 
 
 def _fits_descriptor(x: Tensor) -> bool:
-    return x.stride(1) == 1 and x.stride(0) >= x.shape[1] > 0
+    begins_at_16_bytes = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+    return begins_at_16_bytes and x.stride(1) == 1 and x.stride(0) >= x.shape[1] > 0

@@ -156,9 +156,9 @@ def qkv_projection_fwd(
     x, *weights = (as_rows(t) for t in (x, weight_q, weight_k, weight_v))
     biases = [None if bias is None else bias.contiguous() for bias in (bias_q, bias_k, bias_v)]
     rows, width_in = x.shape
-    # Triton reads whole 16-byte pieces where it knows that a stride is a multiple of 16 elements.
-    aligned = is_aligned(x, *weights) and all(t.stride(0) % 16 == 0 for t in (x, *weights))
-    tile, splits = tiles.qkv_projection_fwd(rows, width, width_in, x.element_size(), aligned, *device_of(x))
+    tile, splits = tiles.qkv_projection_fwd(
+        rows, width, width_in, x.element_size(), is_aligned(x, *weights), *device_of(x)
+    )
     partial = out if splits == 1 else x.new_empty((splits, rows, 3 * width), dtype=torch.float32)
     _fwd(
         (tiles.cdiv(rows, tile.block_m) * 3 * tiles.cdiv(width, tile.block_n), splits),

@@ -118,7 +118,7 @@ def gemm_tile(
     without their second launch. Few rows take few rows of tile: 16 is the least that `mma` computes. Then 5 stages of
     64 of K have as many bytes in flight as 3 of 128, with which sums of parts of K spill.
 
-    Not `aligned`: rows that begin off 16 bytes are loaded element by element through registers, of which 32 of K leave
+    Not `aligned` (`gemm.is_aligned`): rows are loaded element by element through registers, of which 32 of K leave
     enough.
 
     fp32 without TF32 runs on FMAs: 64 x 64 outputs by 4 warps are 32 accumulators a thread, and 16 of K a step keep
@@ -208,8 +208,8 @@ def linear_gelu_fwd(
 
     Args:
         tensor_cores: half precision, or fp32 with TF32 allowed.
-        aligned: rows of x and weight begin at multiples of 16 bytes.
-        descriptors: so do those of the output, and no tensor is expanded.
+        aligned: `gemm.is_aligned` of x and weight.
+        descriptors: rows of x, weight and output begin at multiples of 16 bytes, and neither x nor weight is expanded.
     """
     tile = gemm_tile(rows, width_out, 2 if tensor_cores else 4, capability, multiprocessors, aligned)
     # TF32 takes as many bytes of K a step as half precision does.
