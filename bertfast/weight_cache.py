@@ -74,6 +74,7 @@ class _Entry:
         with torch.inference_mode(False), torch.no_grad():
             facts = tuple(map(_facts, (*weights, *biases)))
             if self.pack is not None and _forms(facts) == _forms(self.facts):
+                self._join(weights[0].device)
                 torch.cat(weights, out=self.pack.weight)
                 if self.pack.bias is not None:
                     torch.cat(biases, out=self.pack.bias)
@@ -91,10 +92,7 @@ class _Entry:
         device = weights[0].device
         with torch.inference_mode(False), torch.no_grad():
             if device.type == "cuda":
-                on_another = torch._C._cuda_getCurrentRawStream(device.index) != self.stream
-                # A capture may not wait for work outside it; it begins behind a synchronisation.
-                if on_another and not torch.cuda.is_current_stream_capturing():
-                    self._share_with(torch.cuda.current_stream(device))
+                self._join(device)
                 _UPDATE(*weights, *biases, *self.pack)
             else:
                 self._compare(weights, biases)
@@ -107,7 +105,14 @@ class _Entry:
         if self.pack.bias is not None:
             torch.cat(biases, out=self.pack.bias)
 
-    def _share_with(self, stream: torch.cuda.Stream) -> None:
+    def _join(self, device: torch.device) -> None:
+        """Where another stream made the last copy: has the current one wait for it, and its memory for the current."""
+        if device.type != "cuda" or torch._C._cuda_getCurrentRawStream(device.index) == self.stream:
+            return
+        # A capture may not wait for work outside it; it begins behind a synchronisation.
+        if torch.cuda.is_current_stream_capturing():
+            return
+        stream = torch.cuda.current_stream(device)
         stream.wait_event(self.filled)
         for tensor in self.pack:
             if tensor is not None:
