@@ -34,6 +34,13 @@ def new_seed(device: torch.device) -> Tensor:
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
+def seed_for(dropout_p: float, seed: Tensor | None, device: torch.device) -> Tensor | None:
+    """The seed of a kernel's mask: `seed` or else a new one, and None where nothing is dropped."""
+    if dropout_p == 0.0:
+        return None
+    return new_seed(device) if seed is None else seed
+
+
 def check_probability(dropout_p: float) -> None:
     """Raises ValueError unless `dropout_p` is in [0, 1]."""
     if not 0.0 <= dropout_p <= 1.0:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bertfast.backends import FLOAT, Capability, choose, describe, needs_grad, register
-from bertfast.dropout import apply_dropout, check_probability, new_seed
+from bertfast.dropout import apply_dropout, check_probability, seed_for
 from bertfast.kernels.tiles import MAX_WIDTH
 from bertfast.ops._autocast import normalises_in_float32
 from bertfast.ops._checks import (
@@ -193,10 +193,7 @@ def _fused(
     seed,
     grad,
 ):
-    if dropout_p > 0.0 and seed is None:
-        seed = new_seed(word.device)
-    if dropout_p == 0.0:
-        seed = None
+    seed = seed_for(dropout_p, seed, word.device)
     dtype = torch.float32 if normalises_in_float32(word) else _promoted(inputs_embeds, word, position, token_type)
     tensors = (input_ids, token_type_ids, position_ids, inputs_embeds, word, position, token_type, weight, bias)
     if not grad:

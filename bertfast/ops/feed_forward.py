@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bertfast.activations import FORMULAS, GELU_FORMS, Activation, get_activation
 from bertfast.backends import FLOAT, HALF, Capability, choose, describe, needs_grad, register
-from bertfast.dropout import apply_dropout, check_probability, new_seed
+from bertfast.dropout import apply_dropout, check_probability, seed_for
 from bertfast.ops._autocast import to_autocast
 from bertfast.ops._checks import check_required, check_same_dtype, check_shape, check_tensors
 from bertfast.ops._library import TRITON_DEVICES, extension_unavailable, triton_unavailable
@@ -56,10 +56,7 @@ class _FeedForward(torch.autograd.Function):
 
 def _fused(x, w_in, b_in, w_out, b_out, activation, dropout_p, seed, recompute, backend, grad):
     activation = FORMULAS[activation]
-    if dropout_p > 0.0 and seed is None:
-        seed = new_seed(x.device)
-    if dropout_p == 0.0:
-        seed = None
+    seed = seed_for(dropout_p, seed, x.device)
     if grad:
         inputs = distinct(x, w_in, b_in, w_out, b_out)
         return _FeedForward.apply(*inputs, seed, activation, dropout_p, recompute, backend)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bertfast.backends import FLOAT, HALF, Capability, choose, describe, needs_grad, register
-from bertfast.dropout import apply_dropout, check_probability, new_seed
+from bertfast.dropout import apply_dropout, check_probability, seed_for
 from bertfast.kernels.tiles import MAX_WIDTH
 from bertfast.ops._autocast import normalises_in_float32
 from bertfast.ops._checks import check_rank, check_required, check_shape, check_tensors
@@ -103,10 +103,7 @@ class _AddLayerNorm(torch.autograd.Function):
 
 
 def _fused(x, residual, weight, bias, eps, x_bias, dropout_p, return_sum, seed, backend, grad):
-    if dropout_p > 0.0 and seed is None:
-        seed = new_seed(x.device)
-    if dropout_p == 0.0:
-        seed = None
+    seed = seed_for(dropout_p, seed, x.device)
     if grad:
         inputs = distinct(x, residual, weight, bias, x_bias)
         need_sum = return_sum or not torch.compiler.is_compiling()

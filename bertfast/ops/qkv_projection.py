@@ -6,7 +6,6 @@ FLOPs: 6 M N K for x (M, K) and weights (N, K). Memory floor: x, the three weigh
 from __future__ import annotations
 
 import functools
-import math
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +18,7 @@ from bertfast.ops._autocast import to_autocast
 from bertfast.ops._checks import check_rank, check_required, check_same_dtype, check_shape, check_tensors
 from bertfast.ops._library import TRITON_DEVICES, define, extension_unavailable, triton_unavailable
 from bertfast.ops._once import distinct
+from bertfast.ops.linear_gelu import rows_of
 
 _NAMES = ("x", "weights[0]", "weights[1]", "weights[2]", "biases[0]", "biases[1]", "biases[2]")
 
@@ -54,8 +54,8 @@ class _QkvProjection(torch.autograd.Function):
     def backward(ctx, *grads):
         x, *weights = ctx.saved_tensors
         need_x, *needed = ctx.needs_input_grad[:7]
-        rows = _rows(x)
-        grads = [None if grad is None else _rows(grad) for grad in grads]
+        rows = rows_of(x)
+        grads = [None if grad is None else rows_of(grad) for grad in grads]
         dx = None
         for grad, weight in zip(grads, weights, strict=True):
             if need_x and grad is not None:
@@ -70,10 +70,6 @@ def _plus_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """total + a @ b. Half precision has fp32 accumulators to start from; a chain of fp32 sums would lose by its
     length."""
     return torch.addmm(total, a, b) if total.dtype in HALF else total + a @ b
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _fused(backend, x, weights, biases, grad, compute):
