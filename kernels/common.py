@@ -52,7 +52,7 @@ def keep_mask(seed, o_m, column, last_dropped, STREAM: tl.constexpr, BLOCK_M: tl
     # One call makes the words of four neighbours: [BLOCK_M, BLOCK_N / 4]
     o_q = (column // 4 + tl.arange(0, BLOCK_N // 4)).to(tl.uint32)
     c0 = tl.broadcast_to(o_q[None, :], (BLOCK_M, BLOCK_N // 4))
-    c1 = tl.broadcast_to((o_m & 0xFFFFFFFF).to(tl.uint32)[:, None], (BLOCK_M, BLOCK_N // 4))
+    c1 = tl.broadcast_to(o_m.to(tl.uint32)[:, None], (BLOCK_M, BLOCK_N // 4))
     c2 = tl.broadcast_to((o_m >> 32).to(tl.uint32)[:, None], (BLOCK_M, BLOCK_N // 4))
     c3 = tl.full((BLOCK_M, BLOCK_N // 4), STREAM, tl.uint32)
     w0, w1, w2, w3 = tl.philox(seed, c0, c1, c2, c3)

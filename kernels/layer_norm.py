@@ -48,7 +48,7 @@ def normalise(z, m_n, eps, N: tl.constexpr):
 
 @triton.jit
 def normalise_bwd(dout, xhat, rstd, weight, N: tl.constexpr):
-    """The gradient of z from that of the output; all are 0 beyond the width."""
+    """The gradient of z from that of the output; dout and weight are 0 beyond the width."""
     g = dout * weight[None, :]
     mean_g = tl.sum(g, axis=1) / N
     mean_g_xhat = tl.sum(g * xhat, axis=1) / N
@@ -144,7 +144,8 @@ def add_layer_norm_bwd_kernel(
         b_sum = tl.load(sum_ptr + o_m[:, None] * stride_sum_m + o_n[None, :], mask=mask, other=0.0).to(tl.float32)
         b_mean = tl.load(mean_ptr + o_m, mask=m_m, other=0.0)
         b_rstd = tl.load(rstd_ptr + o_m, mask=m_m, other=0.0)
-        b_xhat = tl.where(m_n[None, :], (b_sum - b_mean[:, None]) * b_rstd[:, None], 0.0)
+        # Beyond the width it is no number of the row's, but meets a gradient of 0.
+        b_xhat = (b_sum - b_mean[:, None]) * b_rstd[:, None]
         b_dweight += b_dout * b_xhat
         b_dbias += b_dout
         b_dz = normalise_bwd(b_dout, b_xhat, b_rstd, b_weight, N)
@@ -159,7 +160,7 @@ def add_layer_norm_bwd_kernel(
             b_dz = tl.where(keep, b_dz * keep_scale, 0.0)
         tl.store(dx_ptr + o_out, store_cast(b_dz, dx_ptr.dtype.element_ty), mask=mask)
         if HAS_X_BIAS:
-            b_dx_bias += tl.where(mask, b_dz, 0.0)
+            b_dx_bias += b_dz
     p_partial = partial_ptr + i_p.to(tl.int64) * N + o_n
     stride_partial = n_programs.to(tl.int64) * N
     tl.store(p_partial, tl.sum(b_dweight, axis=0), mask=m_n)

@@ -119,6 +119,15 @@ def test_kernels_far_beyond_fp32_squares(name):
 
 
 @pytest.mark.skipif("triton" not in SERVED, reason="Triton kernels are not interpreted here")
+@pytest.mark.parametrize(("name", "exact"), [("elu", torch.expm1), ("tanh", torch.tanh)])
+def test_kernels_keep_every_digit_of_small_results(name, exact):
+    """exp(x) - 1 near 0 would keep those of 1 only."""
+    x = -torch.cat([torch.logspace(-6, 0, 200, dtype=torch.float64), torch.linspace(0.1, 0.8, 701).double()]).float()
+    y, true = _triton(name, x)[0].double(), exact(x.double())
+    assert ((y - true) / true).abs().max() < 2.5 * eps_of(torch.float32)
+
+
+@pytest.mark.skipif("triton" not in SERVED, reason="Triton kernels are not interpreted here")
 @pytest.mark.parametrize("name", EXACT)
 def test_kernels_pass_nan_on(name):
     x = torch.full((1, 5), float("nan"))
