@@ -138,6 +138,20 @@ def test_every_form_takes_every_layout(form, layout):
 
 @pytest.mark.skipif("triton" not in BACKENDS, reason="Triton kernels are not interpreted here")
 @pytest.mark.parametrize(
+    ("width", "stride", "aligned", "descriptors"),
+    [(64, 64, True, True), (72, 72, False, True), (71, 72, False, True), (71, 71, False, False)],
+)
+def test_strides_that_triton_knows_and_strides_that_descriptors_take(monkeypatch, width, stride, aligned, descriptors):
+    tiles = importlib.import_module("bertfast.kernels.tiles")
+    original, seen = tiles.linear_gelu_fwd, []
+    monkeypatch.setattr(tiles, "linear_gelu_fwd", lambda *facts: seen.append(facts[6:8]) or original(*facts))
+    x, weight = (random(rows, stride, dtype=torch.bfloat16, seed=1, grad=False)[:, :width] for rows in (3, 16))
+    ops.linear_gelu(x, weight, backend="triton")
+    assert seen == [(aligned, descriptors)]
+
+
+@pytest.mark.skipif("triton" not in BACKENDS, reason="Triton kernels are not interpreted here")
+@pytest.mark.parametrize(
     ("dtype", "allowed", "expected"),
     [
         (torch.float32, "none", "ieee"),
