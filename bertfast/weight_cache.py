@@ -20,6 +20,7 @@ model know nothing of them.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -73,19 +74,20 @@ class _Entry:
         """Copies the weights and remembers what they are."""
         with torch.inference_mode(False), torch.no_grad():
             facts = tuple(map(_facts, (*weights, *biases)))
-            if self.pack is not None and _forms(facts) == _forms(self.facts):
+            if self.facts is not None and _forms(facts) == _forms(self.facts):
                 self._join(weights[0].device)
                 torch.cat(weights, out=self.pack.weight)
                 if self.pack.bias is not None:
                     torch.cat(biases, out=self.pack.bias)
             else:
                 self.pack = Pack(torch.cat(weights), None if biases[0] is None else torch.cat(biases))
-            self.facts = facts
             if weights[0].is_cuda:
                 self.stream = torch._C._cuda_getCurrentRawStream(weights[0].device.index)
                 self.filled = torch.cuda.current_stream(weights[0].device).record_event()
             else:
                 self.samples = _sample_positions(weights[0])
+            # Last: a copy that fails is made again.
+            self.facts = facts
 
     def hold_to_values(self, weights: tuple[nn.Parameter, ...], biases: tuple[nn.Parameter | None, ...]) -> None:
         """Copies again what writes that nothing counts have changed, as far as samples tell."""
@@ -120,6 +122,8 @@ class _Entry:
 
 
 _entries: dict[tuple[int, ...], _Entry] = {}
+# A thread on another stream must not find a pack before the event that it has to wait for.
+_lock = threading.Lock()
 
 
 def _facts(p: nn.Parameter | None) -> tuple | None:
@@ -156,19 +160,20 @@ def packed(
     if weights[0].numel() == 0:
         return None
     key = tuple(map(id, parameters))
-    entry = _entries.get(key)
-    if entry is not None and entry.belongs_to(parameters):
-        if entry.facts == tuple(map(_facts, parameters)):
-            entry.hold_to_values(weights, biases)
-            return entry.pack
-    else:
-        entry = None
-    if weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
-        return None
-    if entry is None:
-        entry = _entries[key] = _Entry(parameters, lambda reference: _entries.pop(key, None))
-    entry.fill(weights, biases)
-    return entry.pack
+    with _lock:
+        entry = _entries.get(key)
+        if entry is not None and entry.belongs_to(parameters):
+            if entry.facts == tuple(map(_facts, parameters)):
+                entry.hold_to_values(weights, biases)
+                return entry.pack
+        else:
+            entry = None
+        if weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
+        if entry is None:
+            entry = _entries[key] = _Entry(parameters, lambda reference: _entries.pop(key, None))
+        entry.fill(weights, biases)
+        return entry.pack
 
 
 def refresh(model: nn.Module | Iterable[Tensor]) -> None:
@@ -181,7 +186,8 @@ def refresh(model: nn.Module | Iterable[Tensor]) -> None:
         model: a module, or parameters.
     """
     changed = {id(p) for p in (model.parameters() if isinstance(model, nn.Module) else model)}
-    for key, entry in list(_entries.items()):
-        parameters = entry.parameters()
-        if changed.intersection(key) and entry.belongs_to(parameters) and parameters[0] is not None:
-            entry.fill(parameters[:3], parameters[3:])
+    with _lock:
+        for key, entry in list(_entries.items()):
+            parameters = entry.parameters()
+            if changed.intersection(key) and entry.belongs_to(parameters) and parameters[0] is not None:
+                entry.fill(parameters[:3], parameters[3:])
