@@ -81,8 +81,8 @@ class Capability:
     """What one backend takes for one op. `None` means no limit.
 
     `implementation` is what the public op calls; its signature is the op's own affair. The automatic choice takes the
-    backend for `auto_dtypes` only; one that is named serves all of `dtypes`. `unavailable` says why the
-    backend cannot run on this machine at all (not built, library missing), or None.
+    backend for `auto_dtypes` only; one that is named serves all of `dtypes`. `unavailable` says why the backend cannot
+    run on this machine at all (not built, library missing), or None.
     """
 
     op: str
