@@ -35,10 +35,21 @@ def new_seed(device: torch.device) -> Tensor:
 
 
 def seed_for(dropout_p: float, seed: Tensor | None, device: torch.device) -> Tensor | None:
-    """The seed of a kernel's mask: `seed` or else a new one, and None where nothing is dropped."""
+    """The seed of a kernel's mask: `seed` or else a new one, and None where nothing is dropped.
+
+    Raises:
+        ValueError: `seed` is no int64 tensor of one element on `device`.
+    """
     if dropout_p == 0.0:
         return None
-    return new_seed(device) if seed is None else seed
+    if seed is None:
+        return new_seed(device)
+    if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != device:
+        raise ValueError(
+            f"_seed must be an int64 tensor of one element on {device}, got {seed.dtype} of shape "
+            f"{tuple(seed.shape)} on {seed.device}"
+        )
+    return seed
 
 
 def check_probability(dropout_p: float) -> None:

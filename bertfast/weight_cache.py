@@ -3,19 +3,21 @@
 A pack is found by the identity of its Parameters and held to them before each use:
 
 * by what the host knows of each: data_ptr, version counter, dtype, device, shape, strides. A change makes a new copy,
-  in the same memory where its form is the same, so that a captured CUDA graph reads the new values;
+  in the same memory where its form is the same;
 * by its values, because writes through `.data` count nothing: 64 spread-out values of each weight are compared with the
   pack, and the biases copied. On a GPU a kernel does that for every 32 rows of a weight and copies those that differ,
   without a word to the host (`bertfast.kernels.qkv_projection`).
 
 That sees `load_state_dict`, optimizer steps, `.half()` and `.to()`, resizing, merged and unmerged adapters and averages
-copied through `.data`. An edit of part of a weight through `.data` may be missed: `bertfast.refresh(model)`.
+copied through `.data`. An edit of part of a weight through `.data` may be missed: `bertfast.refresh(model)`. A CUDA
+graph is captured without packs: its replays would see samples only, and the host nothing.
 
 For three weights and biases that costs 9 us of the host (a shared 2-core machine), and on a GPU the launch of one
 kernel, whose time the device check takes.
 
 Packs live here, outside of modules, and go when one of their Parameters goes. So state dicts, pickles and copies of a
-model know nothing of them.
+model know nothing of them. The weak references by which that is known are in the way of `torch.utils.swap_tensors`, and
+so of `torch.__future__.set_swap_module_params_on_conversion(True)`, which is not torch's default.
 """
 
 from __future__ import annotations
@@ -111,9 +113,6 @@ class _Entry:
         """Where another stream made the last copy: has the current one wait for it, and its memory for the current."""
         if device.type != "cuda" or torch._C._cuda_getCurrentRawStream(device.index) == self.stream:
             return
-        # A capture may not wait for work outside it; it begins behind a synchronisation.
-        if torch.cuda.is_current_stream_capturing():
-            return
         stream = torch.cuda.current_stream(device)
         stream.wait_event(self.filled)
         for tensor in self.pack:
@@ -144,6 +143,10 @@ def _sample_positions(weight: Tensor) -> tuple[Tensor, Tensor]:
     return at // max(weight.shape[1], 1), at % max(weight.shape[1], 1)
 
 
+def _is_capturing(weight: Tensor) -> bool:
+    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def packed(
     weights: tuple[nn.Parameter, nn.Parameter, nn.Parameter],
     biases: tuple[nn.Parameter | None, nn.Parameter | None, nn.Parameter | None],
@@ -151,13 +154,13 @@ def packed(
     """The pack of three weights (N, K) and three biases (N,), or of none; for calls that need no gradient.
 
     Returns:
-        None where there can be none: while compiling, while a first copy would be captured into a CUDA graph, and where
-        a weight or bias is no Parameter (replicas of DataParallel) or of a subclass, or weights have no elements.
+        None where there can be none: while compiling, while a CUDA graph is captured, and where a weight or bias is no
+        Parameter (replicas of DataParallel) or of a subclass, or weights have no elements.
     """
     parameters = (*weights, *biases)
     if torch.compiler.is_compiling() or not all(p is None or type(p) is nn.Parameter for p in parameters):
         return None
-    if weights[0].numel() == 0:
+    if weights[0].numel() == 0 or _is_capturing(weights[0]):
         return None
     key = tuple(map(id, parameters))
     with _lock:
@@ -168,8 +171,6 @@ def packed(
                 return entry.pack
         else:
             entry = None
-        if weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            return None
         if entry is None:
             entry = _entries[key] = _Entry(parameters, lambda reference: _entries.pop(key, None))
         entry.fill(weights, biases)
@@ -184,10 +185,15 @@ def refresh(model: nn.Module | Iterable[Tensor]) -> None:
 
     Args:
         model: a module, or parameters.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured.
     """
     changed = {id(p) for p in (model.parameters() if isinstance(model, nn.Module) else model)}
     with _lock:
         for key, entry in list(_entries.items()):
             parameters = entry.parameters()
             if changed.intersection(key) and entry.belongs_to(parameters) and parameters[0] is not None:
+                if _is_capturing(parameters[0]):
+                    raise RuntimeError("packed weights cannot be refreshed while a CUDA graph is captured")
                 entry.fill(parameters[:3], parameters[3:])

@@ -97,7 +97,7 @@ def bias_activation_bwd_kernel(
     m_n = o_n < N
     # [BLOCK_M, BLOCK_N]
     b_dbias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for i_m in range(i_p, tl.cdiv(M, BLOCK_M), tl.num_programs(1)):
+    for i_m in range(i_p, (M - 1) // BLOCK_M + 1, tl.num_programs(1)):
         o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
         mask = (o_m < M)[:, None] & m_n[None, :]
         b_dout = tl.load(dout_ptr + o_m[:, None] * stride_dout_m + o_n[None, :], mask=mask, other=0.0).to(tl.float32)

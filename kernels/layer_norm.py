@@ -136,7 +136,8 @@ def add_layer_norm_bwd_kernel(
     b_dweight = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     b_dbias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     b_dx_bias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for i_m in range(i_p, tl.cdiv(M, BLOCK_M), n_programs):
+    # Not `tl.cdiv`: M + BLOCK_M - 1 overflows near 2**31 rows.
+    for i_m in range(i_p, (M - 1) // BLOCK_M + 1, n_programs):
         o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
         m_m = o_m < M
         mask = m_m[:, None] & m_n[None, :]

@@ -49,7 +49,7 @@ def linear_gelu_fwd_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    i_m, i_n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+    i_m, i_n = tile_of(tl.program_id(0), (M - 1) // BLOCK_M + 1, tl.cdiv(N, BLOCK_N), GROUP_M)
     o_m = i_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     o_n = i_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     m_n = o_n < N
@@ -95,7 +95,7 @@ def linear_gelu_fwd_kernel_split(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    i_m, i_n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+    i_m, i_n = tile_of(tl.program_id(0), (M - 1) // BLOCK_M + 1, tl.cdiv(N, BLOCK_N), GROUP_M)
     i_part = tl.program_id(1)
     o_m = i_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     o_n = i_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -135,7 +135,7 @@ def linear_gelu_fwd_kernel_persistent(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    tiles_m, tiles_n = (M - 1) // BLOCK_M + 1, tl.cdiv(N, BLOCK_N)
     # Flattened, the loop over tiles and the one over K are one pipeline.
     for i_tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
         i_m, i_n = tile_of(i_tile, tiles_m, tiles_n, GROUP_M)

@@ -57,7 +57,7 @@ def qkv_projection_fwd_kernel(
     GROUP_M: tl.constexpr,
 ):
     tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    i_m, i_column = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), 3 * tiles_n, GROUP_M)
+    i_m, i_column = tile_of(tl.program_id(0), (M - 1) // BLOCK_M + 1, 3 * tiles_n, GROUP_M)
     i_weight, i_n = i_column // tiles_n, i_column % tiles_n
     i_part = tl.program_id(1)
     o_m = i_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -25,5 +25,5 @@ def _quicken_interpreter() -> None:
     interpreter._patch_lang = replace_once
 
 
-if os.environ["TRITON_INTERPRET"] == "1" and importlib.util.find_spec("triton"):
+if os.environ["TRITON_INTERPRET"] != "0" and importlib.util.find_spec("triton"):
     _quicken_interpreter()

@@ -291,7 +291,7 @@ def test_an_edit_of_part_of_a_weight_needs_refresh(held_by):
     other, other_pack = attention_module(seed=1), None
     other_pack = pack_of(other)
     bertfast.refresh(module)
-    assert assert_fresh(module) is pack, "in the memory that captured graphs read"
+    assert assert_fresh(module) is pack, "in the same memory"
     assert pack_of(other) is other_pack
     weight.data[7, column] += 1.0
     bertfast.refresh([weight])
@@ -304,7 +304,7 @@ def test_refresh_of_a_model_without_packs():
 
 
 def test_a_change_of_values_keeps_the_memory():
-    """A captured CUDA graph goes on reading it."""
+    """New memory with every optimizer step would take the allocator apart."""
     module = attention_module()
     pointer = assert_fresh(module).weight.data_ptr()
     for change in (_load_state_dict, _step, _average_through_data, _swap_data):

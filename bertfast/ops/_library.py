@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
+import re
 from collections.abc import Callable
 
 import torch
@@ -68,7 +69,7 @@ def _triton_reason() -> str | None:
         version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
         return "Triton is not installed (pip install 'bertfast[triton]')"
-    if tuple(int(part) for part in version.split(".")[:2]) < MIN_TRITON:
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < MIN_TRITON:
         return "Triton {} is installed, needs {}.{}".format(version, *MIN_TRITON)
     return None
 

@@ -60,12 +60,15 @@ class _AddLayerNorm(torch.autograd.Function):
     """Saves the sum, the statistics and the seed; the dropout mask is regenerated. Differentiable once.
 
     In eager mode the sum is always an output, so that the saved one leads back to the inputs (see `once`). A
-    trace, which has no second derivatives anyway, would make zeros for its gradient.
+    trace, which has no second derivatives anyway, would make zeros for its gradient. Where the sum is x, as of a plain
+    LayerNorm, x is what is saved.
     """
 
     @staticmethod
     def forward(ctx, x, residual, weight, bias, x_bias, seed, eps, dropout_p, need_sum, backend):
-        out, total, mean, rstd = _FWD[backend](x, residual, weight, bias, x_bias, seed, eps, dropout_p, True)
+        is_x = residual is None and x_bias is None and seed is None and not need_sum
+        out, total, mean, rstd = _FWD[backend](x, residual, weight, bias, x_bias, seed, eps, dropout_p, not is_x)
+        total = x if is_x else total
         ctx.save_for_backward(total, mean, rstd, weight, seed)
         ctx.backend, ctx.dropout_p = backend, dropout_p
         ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, residual, weight, bias, x_bias))
@@ -106,7 +109,8 @@ def _fused(x, residual, weight, bias, eps, x_bias, dropout_p, return_sum, seed, 
     seed = seed_for(dropout_p, seed, x.device)
     if grad:
         inputs = distinct(x, residual, weight, bias, x_bias)
-        need_sum = return_sum or not torch.compiler.is_compiling()
+        is_x = residual is None and x_bias is None and seed is None
+        need_sum = return_sum or not (is_x or torch.compiler.is_compiling())
         out, total = _AddLayerNorm.apply(*inputs, seed, eps, dropout_p, need_sum, backend)
     else:
         out, total, _, _ = _FWD[backend](x, residual, weight, bias, x_bias, seed, eps, dropout_p, return_sum)
