@@ -24,6 +24,9 @@ from bertfast.ops.linear_gelu import BWD, FWD, check_linear, checkpointed, linea
 
 def _backward(backend, activation, dropout_p, recompute, wanted, dout, x, w_in, b_in, w_out, seed, pre):
     wants_x, wants_w_in, wants_b_in, wants_w_out, wants_b_out = wanted
+    db_out = rows_of(dout).sum(0) if wants_b_out else None
+    if not any(wanted[:4]):
+        return None, None, None, None, db_out
     if recompute:
         pre = F.linear(x, w_in, b_in)
     dhidden, _ = linear_gradients(dout, pre, w_out, True, False)
@@ -32,7 +35,6 @@ def _backward(backend, activation, dropout_p, recompute, wanted, dout, x, w_in, 
     _, dw_out = linear_gradients(dout, hidden, w_out, False, wants_w_out)
     del hidden
     dx, dw_in = linear_gradients(dpre, x, w_in, wants_x, wants_w_in)
-    db_out = rows_of(dout).sum(0) if wants_b_out else None
     return dx, dw_in, db_in.to(w_in.dtype) if wants_b_in else None, dw_out, db_out
 
 
