@@ -181,7 +181,8 @@ def candidates() -> list[Capability]:
 def _order(backends: tuple[str, ...]) -> tuple[str, ...] | None:
     unknown = [b for b in backends if b not in BACKENDS and b != "auto"]
     if unknown or not backends or ("auto" in backends and len(backends) > 1):
-        raise ValueError(f"backend must be 'auto' or any of {', '.join(BACKENDS)}; got {', '.join(backends) or 'none'}")
+        got = ", ".join(map(str, backends)) or "none"
+        raise ValueError(f"backend must be 'auto' or any of {', '.join(BACKENDS)}; got {got}")
     return None if backends == ("auto",) else backends
 
 
@@ -191,7 +192,8 @@ def use_backend(*backends: str) -> Iterator[None]:
 
     `use_backend("triton")` lets Triton kernels serve or raises :class:`BackendError`; `use_backend("triton",
     "torch")` tries them in that order; `use_backend("auto")` lifts an outer pin. Backward passes use the backend
-    that the forward pass chose, wherever they run.
+    that the forward pass chose, wherever they run; so do recomputations of models' gradient checkpointing. Where you
+    checkpoint by yourself, the backward pass has to run inside the block as well.
 
     Raises:
         ValueError: an unknown name.
@@ -202,6 +204,20 @@ def use_backend(*backends: str) -> Iterator[None]:
         yield
     finally:
         _pinned.order = previous
+
+
+def in_force(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, to run under the backends that are in force now: a checkpoint's recomputation runs it behind the
+    `with` block, on whatever thread, and another backend would drop other elements."""
+    if torch.compiler.is_compiling():
+        return function
+    order = _pinned.order or ("auto",)
+
+    def run(*args, **kwargs):
+        with use_backend(*order):
+            return function(*args, **kwargs)
+
+    return run
 
 
 def describe(

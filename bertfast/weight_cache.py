@@ -177,19 +177,24 @@ def packed(
         return entry.pack
 
 
-def refresh(model: nn.Module | Iterable[Tensor]) -> None:
+def refresh(model: nn.Module | Tensor | Iterable[Tensor]) -> None:
     """Copies the weights of a model into their packs again.
 
     Needed after an edit through `.data` of part of a weight in place, which nothing can detect; every other change is
     seen without it.
 
     Args:
-        model: a module, or parameters.
+        model: a module, a parameter, or several.
 
     Raises:
+        TypeError: something else.
         RuntimeError: a CUDA graph is being captured.
     """
-    changed = {id(p) for p in (model.parameters() if isinstance(model, nn.Module) else model)}
+    parameters = model.parameters() if isinstance(model, nn.Module) else model
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if not all(isinstance(p, Tensor) for p in parameters):
+        raise TypeError(f"model must be a module or parameters, got {type(model).__name__}")
+    changed = {id(p) for p in parameters}
     with _lock:
         for key, entry in list(_entries.items()):
             parameters = entry.parameters()

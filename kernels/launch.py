@@ -118,7 +118,8 @@ def _key(index: int, args: tuple, kinds: tuple[str, ...], options: dict[str, Any
         if kind == "constexpr":
             key.append(arg)
         elif type(arg) is int:
-            key.append(arg if kind == "value" else -(2**31) <= arg < 2**31)
+            fits = -(2**31) <= arg < 2**31
+            key.append((arg == 1, arg % 16 == 0, fits) if kind == "value" else fits)
         elif isinstance(arg, Tensor):
             key.append(arg.dtype if arg.data_ptr() % 16 == 0 else (arg.dtype,))
         elif type(arg) is float:

@@ -3,7 +3,7 @@
 Forward, per row of width N, in fp32 whatever the storage:
 
     z    = residual + dropout(x + x_bias)             rounded to its own dtype: backward reads it from memory
-    mean = sum(z) / N
+    mean = sum(z) / N, and sum(z - mean) / N more: equal numbers have their mean exactly
     var  = sum((z - mean)^2) / N                      z stays in registers; the one-pass form cancels
     out  = (z - mean) * rstd * weight + bias          rstd = 1 / sqrt(var + eps)
 
@@ -38,11 +38,21 @@ _STREAM: tl.constexpr = tl.constexpr(STREAMS["add_layer_norm"])
 
 
 @triton.jit
+def _row_means(x, N: tl.constexpr):
+    """Of [BLOCK_M, BLOCK_N] with zeros beyond the width N. `/` multiplies by 1 / N: equal numbers would have another
+    mean."""
+    total = tl.sum(x, axis=1)
+    return tl.div_rn(total, tl.full(total.shape, N, tl.float32))
+
+
+@triton.jit
 def normalise(z, m_n, eps, N: tl.constexpr):
     """(z - mean) * rstd of the rows of z [BLOCK_M, BLOCK_N], 0 beyond the width, and mean and rstd [BLOCK_M]."""
-    mean = tl.sum(z, axis=1) / N
+    mean = _row_means(z, N)
+    # The sum of equal numbers is rounded, and rstd, up to 1e6, would make a deviation of it.
+    mean += _row_means(tl.where(m_n[None, :], z - mean[:, None], 0.0), N)
     centred = tl.where(m_n[None, :], z - mean[:, None], 0.0)
-    rstd = 1.0 / tl.sqrt_rn(tl.sum(centred * centred, axis=1) / N + eps)
+    rstd = 1.0 / tl.sqrt_rn(_row_means(centred * centred, N) + eps)
     return centred * rstd[:, None], mean, rstd
 
 
@@ -50,8 +60,7 @@ def normalise(z, m_n, eps, N: tl.constexpr):
 def normalise_bwd(dout, xhat, rstd, weight, N: tl.constexpr):
     """The gradient of z from that of the output; dout and weight are 0 beyond the width."""
     g = dout * weight[None, :]
-    mean_g = tl.sum(g, axis=1) / N
-    mean_g_xhat = tl.sum(g * xhat, axis=1) / N
+    mean_g, mean_g_xhat = _row_means(g, N), _row_means(g * xhat, N)
     return rstd[:, None] * (g - mean_g[:, None] - xhat * mean_g_xhat[:, None])
 
 

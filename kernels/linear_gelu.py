@@ -9,7 +9,7 @@ activation are applied to fp32 accumulators.
                  the next tile start while the epilogue of this one runs
     split        where tiles are few: S programs a tile sum S parts of K into a workspace, 8 S M N bytes there and
                  back, and `bias_activation` adds them up, always in the same order
-    separate     torch's GEMM, and `bias_activation`: 2 M N e bytes more
+    separate     torch's GEMM with bias, whose result is pre, and `bias_activation`: 2 M N e bytes more
 
 Backward is `bias_activation`'s, and two plain GEMMs, which stay torch's.
 """
@@ -17,6 +17,7 @@ Backward is `bias_activation`'s, and two plain GEMMs, which stay torch's.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -174,9 +175,9 @@ def linear_gelu_fwd(
 ) -> tuple[Tensor, Tensor]:
     """out, and pre (empty unless wanted); `activation` is a value of `bertfast.activations.FORMULAS`."""
     out = x.new_empty((*x.shape[:-1], weight.shape[0]))
-    pre = x.new_empty(out.shape if need_pre else (0,))
+    nothing = x.new_empty(0)
     if out.numel() == 0:
-        return out, pre
+        return out, x.new_empty(out.shape) if need_pre else nothing
     x, weight = as_rows(x), as_rows(weight)
     bias = None if bias is None else bias.contiguous()
     (rows, width_in), width = x.shape, weight.shape[0]
@@ -195,8 +196,11 @@ def linear_gelu_fwd(
         multiprocessors,
     )
     if form == "separate":
-        bias_activation_fwd(torch.mm(x, weight.t())[None], bias, activation, seed, dropout_p, out, pre)
-        return out, pre
+        # With the bias: it may cancel the product, which is rounded once, and with it.
+        product = F.linear(x, weight, bias)
+        bias_activation_fwd(product[None], None, activation, seed, dropout_p, out, nothing)
+        return out, product.view(out.shape) if need_pre else nothing
+    pre = x.new_empty(out.shape) if need_pre else nothing
     blocks = tile.block_m, tile.block_n, tile.block_k, tile.group_m
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     programs = tiles.cdiv(rows, tile.block_m) * tiles.cdiv(width, tile.block_n)

@@ -152,6 +152,16 @@ def test_recomputed_dropout_is_that_of_the_forward_pass(backend):
         torch.testing.assert_close(kept, recomputed)
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize(("backend", "dtype"), SERVED)
+def test_a_bias_that_cancels_the_product(backend, dtype, dropout_p):
+    whole = case(9, 256, inner=20, outer=8, dtype=dtype, dropout_p=dropout_p, seed=seed_tensor())
+    x = random(9, 256, dtype=dtype, seed=1, shift=2.0, scale=0.01)
+    w_in = random(20, 256, dtype=dtype, seed=2, shift=1.0, scale=0.01)
+    b_in = -(x.detach().double() @ w_in.detach().double().T).mean(0).to(dtype).requires_grad_()
+    assert_parity(FeedForward({**whole.inputs, "x": x, "w_in": w_in, "b_in": b_in}, whole.settings), backend)
+
+
 @pytest.mark.parametrize("name", ["x", "w_in", "b_in", "w_out", "b_out"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_single_gradients(backend, name):

@@ -223,6 +223,25 @@ def test_reentrant_checkpointing_replays_dropout_on_the_default_backends(name, p
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("inner", ["torch", "cpu, torch"])
+def test_recomputation_takes_the_backends_of_the_forward_pass(inner, use_reentrant):
+    """Another backend would drop other elements; CUDA's backward passes run on a thread of their own."""
+    inputs, results = inputs_of("BertModel", "right"), []
+    for enabled in (False, True):
+        model = training("BertModel")
+        if enabled:
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        torch.manual_seed(5)
+        with bertfast.use_backend(*inner.split(", ")):
+            loss = model(**inputs)[0].square().mean()
+        with bertfast.use_backend("auto" if inner == "torch" else "torch"):
+            loss.backward()
+        results.append(gradients(model))
+    for key, wanted in results[0].items():
+        torch.testing.assert_close(results[1][key], wanted, msg=key)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpointing_with_attentions_and_hidden_states(use_reentrant):
     _, model = pair("BertModel")
     inputs = inputs_of("BertModel", "holes")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from bertfast.activations import Activation, get_activation
+from bertfast.backends import in_force
 from bertfast.nn.attention import self_attention
 from bertfast.nn.feed_forward import feed_forward
 from bertfast.nn.layer_norm import FusedAddLayerNorm
@@ -129,7 +130,7 @@ class BertEncoder(nn.Module):
         for layer in self.layer:
             arguments = (hidden_states, attn_mask, cu_seqlens, max_seqlen, output_attentions)
             if self.gradient_checkpointing and self.training:
-                hidden_states = self._checkpoint(layer, *arguments)
+                hidden_states = self._checkpoint(in_force(layer), *arguments)
             else:
                 hidden_states = layer(*arguments)
             if output_attentions:

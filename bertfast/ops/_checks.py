@@ -27,8 +27,9 @@ def check_tensors(names: tuple[str, ...], *tensors: Tensor | None) -> None:
     for name, tensor in zip(names, tensors, strict=True):
         if tensor is None:
             continue
-        if not tensor.dtype.is_floating_point:
-            raise TypeError(f"{name} must be a floating point tensor, got {tensor.dtype}")
+        if not isinstance(tensor, Tensor) or not tensor.dtype.is_floating_point:
+            got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(f"{name} must be a floating point tensor, got {got}")
         if tensor.device != device:
             raise ValueError(f"{name} is on {tensor.device}, expected {device}, the device of {names[0]}")
 
@@ -42,7 +43,9 @@ def check_same_dtype(names: tuple[str, ...], *tensors: Tensor | None) -> None:
 
 
 def check_device(name: str, tensor: Tensor | None, device: torch.device) -> None:
-    """Raises ValueError unless `tensor` (if any) lives on `device`."""
+    """Raises TypeError unless `tensor` (if any) is one, ValueError unless it lives on `device`."""
+    if tensor is not None and not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor is not None and tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}, expected {device}")
 

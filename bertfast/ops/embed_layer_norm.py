@@ -291,13 +291,15 @@ def embed_layer_norm(
 
     Raises:
         ValueError: shapes or devices that do not fit, both or neither of `input_ids` and `inputs_embeds`, a padding row
-            outside its table, `dropout_p` outside [0, 1].
+            outside its table, `dropout_p` outside [0, 1], `eps` below 0.
         TypeError: tables or embeddings that are not floating point, ids that are not int32 or int64.
         IndexError: an id outside its table. On a GPU and in a trace values are not looked at, and such an id makes its
             row NaN; `BERTFAST_VALIDATE=1` has them looked at on a GPU.
         BackendError: `backend` cannot serve these inputs.
     """
     check_probability(dropout_p)
+    if not eps >= 0.0:
+        raise ValueError(f"eps must be 0 or more, got {eps}")
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("exactly one of input_ids and inputs_embeds must be given")
     check_required(("word", "position", "weight", "bias"), word, position, weight, bias)
@@ -311,6 +313,8 @@ def embed_layer_norm(
     for name, table in (("word", word), ("position", position), ("token_type", token_type)):
         if table is not None and (table.dim() != 2 or table.shape[1] != width):
             raise ValueError(f"{name} must have shape (rows, {width}), got {tuple(table.shape)}")
+    if token_type is not None and token_type_ids is None and token_type.shape[0] == 0:
+        raise ValueError("token_type has no row 0, which is every token's without token_type_ids")
     for name, row, table in (
         ("padding_idx", padding_idx, word),
         ("position_padding_idx", position_padding_idx, position),

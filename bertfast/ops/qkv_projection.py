@@ -110,7 +110,8 @@ def qkv_projection(
 
     Returns:
         query, key and value, (..., N) in the dtype of `x` (autocast's dtype under autocast). On fused backends they are
-        views of one (..., 3 N) buffer, each with unit stride in its last dimension.
+        views of one (..., 3 N) buffer, each with unit stride in its last dimension; autograd then lets none of them be
+        changed in place, and all require gradients where one does.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, not three weights or biases.

@@ -2,8 +2,8 @@
 //
 // Forward, per row of width N, all in fp32 whatever the storage:
 //     z    = residual + dropout(x + x_bias)
-//     mean = sum(z) / N
-//     var  = sum((z - mean)^2) / N                  two passes over z in L1: the one-pass form cancels
+//     mean = sum(z) / N, and sum(z - mean) / N more: equal numbers have their mean exactly
+//     var  = sum((z - mean)^2) / N                  passes over z in L1: the one-pass form cancels
 //     out  = (z - mean) * rstd * weight + bias      rstd = 1 / sqrt(var + eps)
 // Bytes moved for fp32: x and residual read, out written (and the sum when asked for): 12 N (16 N) a row. Eager writes
 // and reads the sum in between, 20 N, and once more for x + x_bias.
@@ -98,7 +98,9 @@ struct Forward {
       out.round(z);
       total = sum_of(n, [&](int64_t j) { return z[j]; });
     }
-    const float m = total / n;
+    // The sum of equal numbers is rounded, and rstd, up to 1e6, would make a deviation of it.
+    const float rough = total / n;
+    const float m = rough + sum_of(n, [&](int64_t j) { return z[j] - rough; }) / n;
     const float variance = sum_of(n, [&](int64_t j) { return (z[j] - m) * (z[j] - m); }) / n;
     const float r = 1.0f / std::sqrt(variance + eps);
     float* y = out.target(i, x_buffer);

@@ -14,6 +14,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <optional>
 #include <string>
@@ -93,6 +94,13 @@ void bias_activation(const Tensor& out, const float* bias, const Form& form) {
   });
 }
 
+Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  std::array<StableIValue, 3> stack{torch::stable::detail::from(x), torch::stable::detail::from(weight),
+                                    torch::stable::detail::from(bias)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
 std::tuple<Tensor, Tensor> linear_gelu_fwd(Tensor x, Tensor weight, std::optional<Tensor> bias, std::string activation,
                                            std::optional<Tensor> seed, double dropout_p, bool need_pre) {
   check_float("x", x);
@@ -105,10 +113,12 @@ std::tuple<Tensor, Tensor> linear_gelu_fwd(Tensor x, Tensor weight, std::optiona
   STD_TORCH_CHECK(!seed && dropout_p == 0, "dropout_p: expected 0 and no seed, got ", dropout_p);
   STD_TORCH_CHECK(!need_pre, "need_pre: expected false, there is no backward pass");
   const Tensor pre = new_empty(x, {0}, x.scalar_type());
+  // The bias may cancel the product: in half precision it belongs in front of the rounding, in fp32 it rides along.
+  const bool bias_first = bias && x.scalar_type() != ScalarType::Float;
   // Nobody else has seen the product, so the rest runs in place.
-  const Tensor out = as_contiguous(torch::stable::matmul(x, torch::stable::transpose(weight, 0, 1)));
+  const Tensor out = as_contiguous(linear(x, weight, bias_first ? bias : std::nullopt));
   if (out.numel() == 0) return {out, pre};
-  const FloatVector biases(bias);
+  const FloatVector biases(bias_first ? std::nullopt : bias);
   if (activation == "gelu_tanh") {
     bias_activation(out, biases.data(), [](float v) __attribute__((always_inline)) { return gelu_tanh(v); });
   } else {
