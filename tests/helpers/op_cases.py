@@ -28,13 +28,17 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALL_DTYPES = (*DTYPES, torch.float64)
 
 
-def backends_for(op: str, dtypes: Iterable[torch.dtype] = DTYPES) -> list[tuple[str, torch.dtype]]:
-    """(backend, dtype) of every registered backend that serves `op` on the CPU here, at least forward."""
+def backends_for(
+    op: str, dtypes: Iterable[torch.dtype] = DTYPES, *, grad: bool = False
+) -> list[tuple[str, torch.dtype]]:
+    """(backend, dtype) of every registered backend that serves `op` on the CPU here, at least forward; with `grad`,
+    backward too."""
     return [
         (capability.backend, dtype)
         for capability in backends.candidates()
         for dtype in dtypes
-        if capability.op == op and not capability.not_supported_reasons(backends.Call(op, "cpu", None, (dtype,)))
+        if capability.op == op
+        and not capability.not_supported_reasons(backends.Call(op, "cpu", None, (dtype,), grad=grad))
     ]
 
 
