@@ -31,6 +31,17 @@ def round_to(value, dtype: tl.constexpr):
 
 
 @triton.jit
+def divide(x, N: tl.constexpr):
+    """x / N, correctly rounded but for rare cases, where `/` multiplies by 1 / N: the mean of equal numbers is that
+    number. One step of Markstein's division, which needs a fused multiply-add; IEEE's (`tl.div_rn`) costs registers."""
+    if INTERPRETED:
+        return x / N
+    reciprocal: tl.constexpr = 1.0 / N
+    quotient = x * reciprocal
+    return tl.fma(tl.fma(-quotient, tl.full(x.shape, N, tl.float32), x), reciprocal, quotient)
+
+
+@triton.jit
 def dot(a, b, acc, INPUT_PRECISION: tl.constexpr):
     """acc + a @ b in fp32. `INPUT_PRECISION` ("ieee" or "tf32") counts for fp32 operands only."""
     if INTERPRETED:

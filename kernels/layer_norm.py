@@ -31,28 +31,20 @@ from torch import Tensor
 from bertfast.dropout import STREAMS
 from bertfast.kernels import tiles
 from bertfast.kernels.column_sum import column_sum
-from bertfast.kernels.common import keep_mask, round_to, store_cast
+from bertfast.kernels.common import divide, keep_mask, round_to, store_cast
 from bertfast.kernels.launch import Launcher, as_rows, device_of, dropout_of
 
 _STREAM: tl.constexpr = tl.constexpr(STREAMS["add_layer_norm"])
 
 
 @triton.jit
-def _row_means(x, N: tl.constexpr):
-    """Of [BLOCK_M, BLOCK_N] with zeros beyond the width N. `/` multiplies by 1 / N: equal numbers would have another
-    mean."""
-    total = tl.sum(x, axis=1)
-    return tl.div_rn(total, tl.full(total.shape, N, tl.float32))
-
-
-@triton.jit
 def normalise(z, m_n, eps, N: tl.constexpr):
     """(z - mean) * rstd of the rows of z [BLOCK_M, BLOCK_N], 0 beyond the width, and mean and rstd [BLOCK_M]."""
-    mean = _row_means(z, N)
+    mean = divide(tl.sum(z, axis=1), N)
     # The sum of equal numbers is rounded, and rstd, up to 1e6, would make a deviation of it.
-    mean += _row_means(tl.where(m_n[None, :], z - mean[:, None], 0.0), N)
+    mean += divide(tl.sum(tl.where(m_n[None, :], z - mean[:, None], 0.0), axis=1), N)
     centred = tl.where(m_n[None, :], z - mean[:, None], 0.0)
-    rstd = 1.0 / tl.sqrt_rn(_row_means(centred * centred, N) + eps)
+    rstd = 1.0 / tl.sqrt_rn(divide(tl.sum(centred * centred, axis=1), N) + eps)
     return centred * rstd[:, None], mean, rstd
 
 
@@ -60,7 +52,7 @@ def normalise(z, m_n, eps, N: tl.constexpr):
 def normalise_bwd(dout, xhat, rstd, weight, N: tl.constexpr):
     """The gradient of z from that of the output; dout and weight are 0 beyond the width."""
     g = dout * weight[None, :]
-    mean_g, mean_g_xhat = _row_means(g, N), _row_means(g * xhat, N)
+    mean_g, mean_g_xhat = divide(tl.sum(g, axis=1), N), divide(tl.sum(g * xhat, axis=1), N)
     return rstd[:, None] * (g - mean_g[:, None] - xhat * mean_g_xhat[:, None])
 
 
