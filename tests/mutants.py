@@ -50,7 +50,7 @@ NEEDED = 0.95
 TESTS = {
     "common": ("test_triton_interpreter.py", "test_layer_norm.py"),
     "activations": ("test_activations.py", "test_feed_forward.py"),
-    "gemm": ("test_linear_gelu.py", "test_feed_forward.py", "test_qkv_projection.py"),
+    "gemm": ("test_gemm.py", "test_linear_gelu.py", "test_feed_forward.py", "test_qkv_projection.py"),
     "column_sum": ("test_column_sum.py",),
     "bias_activation": ("test_linear_gelu.py", "test_feed_forward.py"),
     "layer_norm": ("test_layer_norm.py",),

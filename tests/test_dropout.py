@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bertfast import ops
-from bertfast.dropout import STREAMS, apply_dropout, dropout_mask, keep_scale, new_seed, philox
+from bertfast.dropout import STREAMS, apply_dropout, dropout_mask, keep_scale, new_seed, philox, seed_for
 
 
 def _words(key, counter):
@@ -135,3 +135,13 @@ def test_apply_dropout():
 
 def test_it_is_public():
     assert ops.dropout_mask is dropout_mask
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [torch.tensor([3], dtype=torch.int32), torch.tensor([3.0]), torch.tensor([3, 4]), torch.ones(1, device="meta")],
+)
+def test_a_seed_of_another_form_is_no_seed(seed):
+    assert seed_for(0.0, seed, torch.device("cpu")) is None
+    with pytest.raises(ValueError, match="_seed must be an int64 tensor of one element on cpu, got"):
+        seed_for(0.5, seed, torch.device("cpu"))

@@ -232,6 +232,10 @@ def _one(value):
         ),
         ({"word": torch.ones(9, 4, device="meta")}, ValueError, "meta"),
         ({"dropout_p": 7.0}, ValueError, "dropout_p must be between 0 and 1"),
+        ({"eps": -1.0}, ValueError, "eps must be 0 or more, got -1.0"),
+        ({"eps": float("nan")}, ValueError, "eps must be 0 or more"),
+        ({"input_ids": [[1, 2]]}, TypeError, "input_ids must be a tensor, got list"),
+        ({"token_type": torch.ones(0, 4), "token_type_ids": None}, ValueError, "token_type has no row 0"),
         ({"backend": "cuda"}, BackendError, "cuda: "),
     ],
 )

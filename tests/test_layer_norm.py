@@ -10,6 +10,7 @@ from bertfast import BackendError, ops, use_backend
 from helpers import poison
 from helpers.op_cases import ALL_DTYPES, AddLayerNorm, backends_for, random, seed_tensor
 from helpers.poison import LAYOUTS, poisoned_memory  # noqa: F401
+from helpers.saved import saved_bytes
 from helpers.tolerance import assert_parity, random_cotangents
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -349,6 +350,16 @@ def test_statistics_stay_in_fp32(backend):
     assert len(statistics) == 2 and all(t.dtype == torch.float32 for t in statistics)
 
 
+@pytest.mark.parametrize("backend", sorted(set(BACKENDS) - {"torch"}))
+def test_a_plain_layer_norm_keeps_its_input_and_no_copy(backend):
+    whole = case(5, 64, dtype=torch.float32, residual=False, x_bias=False)
+    statistics = 2 * 5 * 4
+    assert saved_bytes(whole.inputs, lambda: whole.ours(whole.inputs, backend)["out"]) == statistics
+    summed = case(5, 64, dtype=torch.float32)
+    kept = saved_bytes(summed.inputs, lambda: summed.ours(summed.inputs, backend)["out"])
+    assert kept == statistics + 5 * 64 * 4
+
+
 def test_the_torch_backend_is_twice_differentiable():
     x, residual, weight, bias = (
         random(*s, dtype=torch.float64, seed=i) for i, s in enumerate(((3, 5), (3, 5), (5,), (5,)))
@@ -400,6 +411,8 @@ def _arguments(**changes):
         ({"x": None}, TypeError, "x must be a tensor, got NoneType"),
         ({"weight": None}, TypeError, "weight must be a tensor, got NoneType"),
         ({"bias": 0.0}, TypeError, "bias must be a tensor, got float"),
+        ({"residual": 1.0}, TypeError, "residual must be a floating point tensor, got float"),
+        ({"x_bias": [0.0] * 8}, TypeError, "x_bias must be a floating point tensor, got list"),
         ({"eps": -1e-5}, ValueError, "eps must be 0 or more, got -1e-05"),
         ({"eps": float("nan")}, ValueError, "eps must be 0 or more"),
         ({"dropout_p": -0.1}, ValueError, "dropout_p must be between 0 and 1, got -0.1"),

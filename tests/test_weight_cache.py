@@ -303,6 +303,26 @@ def test_refresh_of_a_model_without_packs():
     assert weight_cache._entries == {}
 
 
+def test_refresh_takes_parameters_and_says_what_it_does_not():
+    module = attention_module()
+    pack = pack_of(module)
+    weight = next(module.parameters())
+    weight.data.mul_(0.5)
+    bertfast.refresh(weight)
+    assert torch.equal(pack.weight[:WIDTH], weight)
+    with pytest.raises(TypeError, match="model must be a module or parameters, got dict"):
+        bertfast.refresh({"weight": weight})
+
+
+def test_a_graph_under_capture_gets_no_pack(monkeypatch):
+    module = attention_module()
+    pack_of(module)
+    monkeypatch.setattr(weight_cache, "_is_capturing", lambda weight: True)
+    assert weight_cache.packed(*parameters_of(module)) is None
+    with pytest.raises(RuntimeError, match="while a CUDA graph is captured"):
+        bertfast.refresh(module)
+
+
 def test_a_change_of_values_keeps_the_memory():
     """New memory with every optimizer step would take the allocator apart."""
     module = attention_module()
