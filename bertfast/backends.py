@@ -262,7 +262,11 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 def order_on(device: str) -> tuple[str, ...]:
     """The backends that may serve calls on a type of device, best first: those that are pinned, or the automatic
     order."""
-    return AUTO_ORDER.get(device, ("torch",)) if _pinned.order is None else _pinned.order
+    return _pinned.order or _automatic_order(device)
+
+
+def _automatic_order(device: str) -> tuple[str, ...]:
+    return AUTO_ORDER.get(device, ("torch",))
 
 
 def choose(call: Call, backend: str | None = None) -> Capability:
@@ -284,7 +288,7 @@ def choose(call: Call, backend: str | None = None) -> Capability:
 
 
 def _select(call: Call, named: tuple[str, ...] | None) -> Capability:
-    order = AUTO_ORDER.get(call.device, ("torch",)) if named is None else named
+    order = _automatic_order(call.device) if named is None else named
     for backend in order:
         capability = _capabilities.get((call.op, backend))
         if capability is None or capability.not_supported_reasons(call):

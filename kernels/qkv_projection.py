@@ -9,8 +9,8 @@ there and back, the first of them with the bias; `bias_activation` adds them up,
 
 The other way to one GEMM is torch's on a packed copy of the weights (`bertfast.weight_cache`). Its copy is held to the
 weights by `update_pack`: each program compares 64 spread-out values of its own rows of weights with the pack, two of
-each of 32 rows, and copies these rows if one differs. The biases it always copies. That moves some 4 KB a program,
-needs no word from the device to the host, and works inside a CUDA graph.
+each of 32 rows, and copies these rows if one differs. The biases it always copies. That moves some 4 KB a program and
+needs no word from the device to the host.
 """
 
 from __future__ import annotations
