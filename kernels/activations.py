@@ -106,7 +106,7 @@ def derivative(x, FORMULA: tl.constexpr):
     elif FORMULA == "leaky_relu":
         return tl.where(x <= 0, 0.01, 1.0)
     elif FORMULA == "elu":
-        return tl.where(x <= 0, tl.exp(tl.minimum(x, 0.0)), 1.0)
+        return tl.exp(tl.minimum(x, 0.0))
     elif FORMULA == "silu":
         return _sigmoid(x) + x * _sigmoid_slope(x)
     elif FORMULA == "mish":

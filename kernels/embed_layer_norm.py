@@ -171,7 +171,8 @@ def embed_layer_norm_bwd_kernel(
         b_sum = tl.load(sum_ptr + o_m[:, None] * stride_sum_m + o_n[None, :], mask=mask, other=0.0).to(tl.float32)
         b_mean = tl.load(mean_ptr + o_m, mask=m_m, other=0.0)
         b_rstd = tl.load(rstd_ptr + o_m, mask=m_m, other=0.0)
-        b_xhat = tl.where(m_n[None, :], (b_sum - b_mean[:, None]) * b_rstd[:, None], 0.0)
+        # Beyond the width it is no number of the row's, but meets a gradient of 0.
+        b_xhat = (b_sum - b_mean[:, None]) * b_rstd[:, None]
         b_dweight += b_dout * b_xhat
         b_dbias += b_dout
         b_dsum = normalise_bwd(b_dout, b_xhat, b_rstd, b_weight, N)

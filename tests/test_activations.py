@@ -119,6 +119,14 @@ def test_kernels_far_beyond_fp32_squares(name):
 
 
 @pytest.mark.skipif("triton" not in SERVED, reason="Triton kernels are not interpreted here")
+@pytest.mark.parametrize("name", EXACT)
+def test_kernels_take_the_side_of_stock_at_corners(name):
+    x = torch.tensor([0.0, -0.0, 6.0, -6.0])
+    for ours, stock in zip(_triton(name, x), _plain(name, x), strict=True):
+        torch.testing.assert_close(ours, stock)
+
+
+@pytest.mark.skipif("triton" not in SERVED, reason="Triton kernels are not interpreted here")
 @pytest.mark.parametrize(("name", "exact"), [("elu", torch.expm1), ("tanh", torch.tanh)])
 def test_kernels_keep_every_digit_of_small_results(name, exact):
     """exp(x) - 1 near 0 would keep those of 1 only."""

@@ -5,6 +5,7 @@ import types
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from bertfast import BackendError, ops
 from bertfast.ops._checks import values_are_checked
@@ -103,12 +104,32 @@ def test_ids_of_any_strides(backend, index):
     assert_parity(EmbedLayerNorm({**whole.inputs, **changed}), backend)
 
 
+@pytest.mark.parametrize("layout", [poison.every_other, poison.transposed])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ids_of_any_strides_without_a_copy(backend, layout):
+    """Of two dimensions, which kernels take as they lie."""
+    whole = case(3, 5, width=24, dtype=torch.float32, positions=True)
+    changed = {name: layout(whole.inputs[name]) for name in ("input_ids", "token_type_ids", "position_ids")}
+    assert_parity(EmbedLayerNorm({**whole.inputs, **changed}), backend)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("grad_layout", LAYOUTS)
 @pytest.mark.parametrize(("backend", "dtype"), SERVED)
 def test_layouts(backend, dtype, layout, grad_layout):
     strided = case(3, 5, width=24, dtype=dtype, layout=LAYOUTS[layout])
     assert_parity(strided, backend, cotangents=lambda out: {"out": LAYOUTS[grad_layout](random_cotangents(out)["out"])})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_half_precision_normalises_the_sum_as_stored(backend):
+    """257, 258 and 261 are 256, 258 and 260 in bfloat16: backward reads those, so forward has to."""
+    word, position = torch.full((1, 24), 256.0).bfloat16(), torch.zeros(1, 24).bfloat16()
+    types = torch.tensor([[1.0, 2.0, 5.0] * 8]).bfloat16()
+    one, zero = torch.ones(24).bfloat16(), torch.zeros(24).bfloat16()
+    out = ops.embed_layer_norm(torch.zeros(1, 1).long(), None, None, word, position, types, one, zero, backend=backend)
+    expected = F.layer_norm(torch.tensor([256.0, 258.0, 260.0] * 8), (24,))
+    torch.testing.assert_close(out[0, 0].float(), expected, rtol=0.01, atol=0.01)
 
 
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5, 1.0])

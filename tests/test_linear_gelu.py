@@ -142,6 +142,17 @@ def test_every_form_of_the_triton_kernels(form, dtype, shape, width_out):
 
 @pytest.mark.skipif("triton" not in BACKENDS, reason="Triton kernels are not interpreted here")
 @FORMS
+@pytest.mark.parametrize(("shape", "width_out"), [((48, 40), 56), ((33, 48), 24), ((31, 56), 48)])
+def test_every_form_over_many_tiles(form, shape, width_out, monkeypatch):
+    """Small ones: several rows and columns of tiles, steps of the sum, and tiles of one persistent program."""
+    tiles = importlib.import_module("bertfast.kernels.tiles")
+    for table in ("gemm_tile", "persistent_tile"):
+        monkeypatch.setattr(tiles, table, lambda *_: tiles.GemmTile(16, 16, 16, 2, 4, 2))
+    assert_parity(case(*shape, width_out=width_out, dtype=torch.bfloat16), "triton")
+
+
+@pytest.mark.skipif("triton" not in BACKENDS, reason="Triton kernels are not interpreted here")
+@FORMS
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_form_takes_every_layout(form, layout):
     assert_parity(case(5, 72, width_out=24, dtype=torch.bfloat16, layout=LAYOUTS[layout]), "triton")

@@ -144,15 +144,16 @@ def test_parts_of_the_sum(dtype, width, parts, monkeypatch):
     tile = tiles.GemmTile(16, 32, 16, 8, 4, 3)
     monkeypatch.setattr(tiles, "qkv_projection_fwd", lambda *arguments: (tile, parts))
     for biases in (True, False):
-        assert_parity(case(5, width, width_out=40, dtype=dtype, biases=biases), "triton")
+        assert_parity(case(21, width, width_out=40, dtype=dtype, biases=biases), "triton")
 
 
 @pytest.mark.skipif("triton" not in BACKENDS, reason="Triton kernels do not run here")
+@pytest.mark.parametrize("width_out", [40, 47, 48])
 @pytest.mark.parametrize(("group_m", "rows"), [(1, 16), (1, 70), (2, 33), (2, 70), (3, 70)])
-def test_every_order_of_tiles_covers_everything(group_m, rows, monkeypatch):
+def test_every_order_of_tiles_covers_everything(group_m, rows, width_out, monkeypatch):
     tile = tiles.GemmTile(16, 16, 16, group_m, 4, 3)
     monkeypatch.setattr(tiles, "qkv_projection_fwd", lambda *arguments: (tile, 1))
-    assert_parity(case(rows, 16, width_out=40, dtype=torch.float32), "triton")
+    assert_parity(case(rows, 16, width_out=width_out, dtype=torch.float32), "triton")
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [pair for pair in SERVED if pair[1] != torch.float32])

@@ -516,6 +516,11 @@ def test_threads_share_a_pack():
     assert len(found) == 200 and all(found) and len(weight_cache._entries) == 1
 
 
+def _sampled(row, columns):
+    """The columns that the kernel compares in a row."""
+    return ((row * 37 + torch.arange(2) * ((columns + 1) // 2)) % columns).tolist()
+
+
 @needs_interpreter
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -525,19 +530,25 @@ def test_the_kernel_copies_rows_of_which_a_sample_differs(dtype, layout):
     weights = [LAYOUTS[layout](random(rows, columns, dtype=dtype, seed=i, grad=False)) for i in range(3)]
     biases = [LAYOUTS[layout](random(rows, dtype=dtype, seed=3 + i, grad=False)) for i in range(3)]
     pack, bias_pack = torch.cat(weights), torch.zeros(3 * rows, dtype=dtype)
-    sampled = (33 * 37 + torch.arange(2) * 75) % columns
+    sampled = _sampled(33, columns)
     others = [column for column in range(columns) if column not in sampled]
     weights[1][33, others] += 1.0
+    # In the last block, which reaches beyond the rows.
+    weights[1][69, [column for column in range(columns) if column not in _sampled(69, columns)]] += 1.0
     before = pack.clone()
     torch.ops.bertfast.update_pack_triton(*weights, *biases, pack, bias_pack)
     assert torch.equal(pack, before) and torch.equal(bias_pack, torch.cat(biases))
-    weights[1][33, sampled[1]] += 1.0
+    for column in sampled:
+        weights[1][33, column] += 1.0
+        torch.ops.bertfast.update_pack_triton(*weights, *biases, pack, bias_pack)
+        assert torch.equal(pack[rows + 32 : rows + 64], weights[1][32:64])
+    weights[1][69] += 1.0
     weights[2][69] += 1.0
     torch.ops.bertfast.update_pack_triton(*weights, *biases, pack, bias_pack)
     assert torch.equal(pack, torch.cat(weights))
     weights[0][:32] += 1.0
     weights[0][34, 5] += 1.0
-    assert 5 not in (34 * 37 + torch.arange(2) * 75) % columns
+    assert 5 not in _sampled(34, columns)
     torch.ops.bertfast.update_pack_triton(*weights, *biases, pack, bias_pack)
     assert torch.equal(pack[:32], weights[0][:32]) and not torch.equal(pack[32:64], weights[0][32:64])
 
