@@ -28,7 +28,7 @@ def broken(tmp_path, body, before="@triton.jit\ndef f(x, m, N):\n    "):
         ("m = 0.5", ["m = 0.505"]),
         ("m = tl.maximum(x, N)", ["m = tl.minimum(x, N)"]),
         ("m = tl.where(m, x, 0.0)", ["m = (x)", "m = (0.0)", "m = tl.where(m, x, 1.0)"]),
-        ("m = tl.load(x, mask=m, other=0.0)", ["m = tl.load(x)", "m = tl.load(x, mask=m, other=1.0)"]),
+        ("m = tl.load(x, mask=m, other=0.0)", ["m = tl.load(x)", 'm = tl.load(x, mask=m, other=float("nan"))']),
         ("tl.store(x, m, mask=m)", ["pass", "tl.store(x, m)"]),
         ("m = tl.sum(x, axis=1) / N", ["m = (tl.sum(x, axis=1))", "m = tl.max(x, axis=1) / N"]),
         ("m = dot(x, x, m, P)", ["m = dot(x, x, m * 0.0, P)"]),
