@@ -2,6 +2,7 @@
 
 import ast
 import re
+from pathlib import Path
 
 import mutants
 import pytest
@@ -73,3 +74,18 @@ def test_committed_results():
     names = {mutant.name for mutant in known}
     reasons = {name: why for name, why in mutants.load(mutants.SURVIVORS).items() if name in names}
     assert mutants.complaints(known, results, reasons) == []
+
+
+def test_results_name_tests_that_exist():
+    verdicts = [
+        verdict
+        for functions in mutants.load(mutants.RESULTS).values()
+        for function in functions.values()
+        for verdict in function["mutants"].values()
+    ]
+    named = {
+        tuple(verdict.removeprefix("caught: ").partition("[")[0].split("::")) for verdict in verdicts if "::" in verdict
+    }
+    assert named
+    for file, function in sorted(named):
+        assert f"def {function}(" in Path(__file__).with_name(file).read_text(), f"{file} has no {function}"

@@ -50,6 +50,13 @@ def check_device(name: str, tensor: Tensor | None, device: torch.device) -> None
         raise ValueError(f"{name} is on {tensor.device}, expected {device}")
 
 
+def check_eps(eps: float) -> None:
+    """Raises ValueError unless `eps` is 0 or more. Under dynamic=True it is symbolic, and Dynamo must meet it before it
+    traces a Function."""
+    if not eps >= 0.0:
+        raise ValueError(f"eps must be 0 or more, got {eps}")
+
+
 def check_shape(name: str, tensor: Tensor | None, expected: tuple[int, ...]) -> None:
     """Raises ValueError unless `tensor` (if any) has the shape `expected`."""
     if tensor is not None and tuple(tensor.shape) != expected:

@@ -20,6 +20,7 @@ from bertfast.ops._autocast import normalises_in_float32
 from bertfast.ops._checks import (
     check_broadcast,
     check_device,
+    check_eps,
     check_range,
     check_rank,
     check_required,
@@ -298,8 +299,7 @@ def embed_layer_norm(
         BackendError: `backend` cannot serve these inputs.
     """
     check_probability(dropout_p)
-    if not eps >= 0.0:
-        raise ValueError(f"eps must be 0 or more, got {eps}")
+    check_eps(eps)
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("exactly one of input_ids and inputs_embeds must be given")
     check_required(("word", "position", "weight", "bias"), word, position, weight, bias)

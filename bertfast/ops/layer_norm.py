@@ -14,7 +14,7 @@ from bertfast.backends import FLOAT, HALF, Capability, choose, describe, needs_g
 from bertfast.dropout import apply_dropout, check_probability, seed_for
 from bertfast.kernels.tiles import MAX_WIDTH
 from bertfast.ops._autocast import normalises_in_float32
-from bertfast.ops._checks import check_rank, check_required, check_shape, check_tensors
+from bertfast.ops._checks import check_eps, check_rank, check_required, check_shape, check_tensors
 from bertfast.ops._library import TRITON_DEVICES, define, extension_unavailable, triton_unavailable
 from bertfast.ops._once import distinct, once
 
@@ -177,9 +177,7 @@ def add_layer_norm(
         BackendError: `backend` cannot serve these inputs.
     """
     check_probability(dropout_p)
-    # Under dynamic=True eps is symbolic, and Dynamo must meet it before it traces the Function.
-    if not eps >= 0.0:
-        raise ValueError(f"eps must be 0 or more, got {eps}")
+    check_eps(eps)
     check_required(("x", "weight", "bias"), x, weight, bias)
     check_tensors(("x", "residual", "weight", "bias", "x_bias"), x, residual, weight, bias, x_bias)
     check_rank("x", x, 1)
