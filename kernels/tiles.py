@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 MAX_WIDTH = 8192
+MAX_HEAD_DIM = 256
 
 # KiB of shared memory a block can opt in to (CUDA programming guide, table of technical specifications).
 SHARED_KIB = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
@@ -279,3 +280,49 @@ def update_pack() -> ElementTile:
     program compares, and 72 programs at width 768 are all in flight at once. A copy takes 64 columns a step, 16 values
     a thread; 32 spill on 100 where rows are unaligned."""
     return ElementTile(32, 64, 4)
+
+
+class AttentionTile(NamedTuple):
+    """BLOCK_M queries by BLOCK_N keys, head dims in BLOCK_D."""
+
+    block_m: int
+    block_n: int
+    block_d: int
+    num_warps: int
+    num_stages: int
+
+
+def attention_blocks(length: int, block: int, sequences: int) -> int:
+    """Blocks of queries or keys of one head; packed, enough for the ends of all sequences (see `sequence_of`)."""
+    return length // block + sequences if sequences else cdiv(length, block)
+
+
+def _attention_tile(block_m, block_n, head_dim, num_warps, num_stages) -> AttentionTile:
+    return AttentionTile(block_m, block_n, max(16, next_power_of_2(head_dim)), num_warps, num_stages)
+
+
+def attention_fwd(mean: int, head_dim: int, item_size: int, per_query: bool, capability: int) -> AttentionTile:
+    """Tile of attention's forward for sequences of `mean` queries."""
+    if item_size == 4:
+        return _attention_tile(16 if mean <= 16 else 32, 32, head_dim, 4, 1)
+    if mean <= 16:
+        return _attention_tile(16, 64 if head_dim <= 128 else 32, head_dim, 4, 2)
+    if head_dim > 128:
+        return _attention_tile(64, 32, head_dim, 4, 2)
+    if mean <= 64 or per_query or head_dim > 64:
+        return _attention_tile(64, 64, head_dim, 4, 2)
+    return _attention_tile(128, 64, head_dim, 4, 3)
+
+
+def attention_bwd_dk_dv(mean: int, head_dim: int, item_size: int, per_query: bool, capability: int) -> AttentionTile:
+    """Tile of the pass over queries that gives dk and dv, for sequences of `mean` keys."""
+    if item_size == 4:
+        return _attention_tile(32, 16 if mean <= 16 else 32, head_dim, 4, 1)
+    return _attention_tile(32, 64 if head_dim <= 64 else 32, head_dim, 4, 2)
+
+
+def attention_bwd_dq(mean: int, head_dim: int, item_size: int, per_query: bool, capability: int) -> AttentionTile:
+    """Tile of the pass over keys that gives dq, for sequences of `mean` queries."""
+    if item_size == 4:
+        return _attention_tile(16 if mean <= 16 else 32, 32, head_dim, 4, 1)
+    return _attention_tile(64 if head_dim <= 64 else 32, 32, head_dim, 4, 2)

@@ -5,6 +5,7 @@ FLOPs: 4 S_q S_k D per (batch, head). Memory floor: query, key, value and out on
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -12,10 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bertfast import reference
-from bertfast.backends import Capability, choose, describe, needs_grad, register
-from bertfast.dropout import check_probability, dropout_mask
+from bertfast.backends import FLOAT, HALF, Capability, choose, describe, needs_grad, register
+from bertfast.dropout import check_probability, dropout_mask, new_seed
+from bertfast.kernels.tiles import MAX_HEAD_DIM
 from bertfast.ops._autocast import to_autocast
 from bertfast.ops._checks import check_device, check_rank, check_required, check_same_dtype, check_tensors
+from bertfast.ops._library import TRITON_DEVICES, define, triton_unavailable
+from bertfast.ops._once import distinct, once
 
 
 def mask_kind(attn_mask: Tensor | None) -> str:
@@ -88,6 +92,72 @@ def sdpa(
     )
 
 
+def _fwd_fake(query, key, value, attn_mask, seed, dropout_p, is_causal, scale):
+    batch, heads, s_q, head_dim = query.shape
+    out = query.new_empty((batch, s_q, heads, head_dim)).transpose(1, 2)
+    return out, query.new_empty((2, batch, heads, s_q), dtype=torch.float32)
+
+
+def _bwd_fake(dout, query, key, value, attn_mask, seed, out, stats, dropout_p, is_causal, scale, need_dmask):
+    dmask = attn_mask.new_empty(attn_mask.shape) if need_dmask else dout.new_empty(0)
+    return *(x.new_empty(x.shape) for x in (query, key, value)), dmask
+
+
+_FWD = define(
+    "attention_fwd",
+    "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? seed, float dropout_p, bool is_causal,"
+    " float scale) -> (Tensor out, Tensor stats)",
+    _fwd_fake,
+    ("triton",),
+    launcher="attention",
+)
+_BWD = define(
+    "attention_bwd",
+    "(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? seed, Tensor out, Tensor stats,"
+    " float dropout_p, bool is_causal, float scale, bool need_dmask)"
+    " -> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dmask)",
+    _bwd_fake,
+    ("triton",),
+    launcher="attention_bwd",
+)
+
+
+class _Attention(torch.autograd.Function):
+    """Saves its inputs, the output and the rows' statistics; scores and the dropout mask are made again."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, attn_mask, seed, dropout_p, is_causal, scale, backend):
+        out, stats = _FWD[backend](query, key, value, attn_mask, seed, dropout_p, is_causal, scale)
+        ctx.save_for_backward(query, key, value, attn_mask, seed, out, stats)
+        ctx.settings, ctx.backend = (dropout_p, is_causal, scale), backend
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        need_dmask = ctx.needs_input_grad[3]
+        dq, dk, dv, dmask = once("attention", _BWD[ctx.backend])(dout, *ctx.saved_tensors, *ctx.settings, need_dmask)
+        return dq, dk, dv, dmask if need_dmask else None, *(None,) * 5
+
+
+def _fused(backend, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, seed):
+    seed = fused_seed(query, dropout_p, seed)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if attn_mask is not None and attn_mask.dtype == torch.float64:
+        limits = torch.finfo(torch.float32)
+        attn_mask = torch.where(attn_mask.isinf(), attn_mask, attn_mask.clamp(limits.min, limits.max)).float()
+    if needs_grad(query, key, value, attn_mask):
+        tensors = distinct(query, key, value, attn_mask)
+        return _Attention.apply(*tensors, seed, dropout_p, is_causal, scale, backend)
+    return _FWD[backend](query, key, value, attn_mask, seed, dropout_p, is_causal, scale)[0]
+
+
+def fused_seed(query: Tensor, dropout_p: float, seed: Tensor | None) -> Tensor | None:
+    """The seed that a kernel takes: None where nothing is dropped, the given one, or a new one."""
+    if dropout_p == 0.0:
+        return None
+    return new_seed(query.device) if seed is None else seed
+
+
 def _torch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, seed):
     if attn_mask is not None and attn_mask.dim() == 3:
         attn_mask = attn_mask.unsqueeze(0)
@@ -157,10 +227,16 @@ def attention(
         dropout_p=dropout_p,
         head_dim=query.shape[-1],
         mask=kind,
-        features=("enable_gqa",) if enable_gqa else (),
+        features=attention_features(query, value, enable_gqa),
     )
     chosen = choose(call, backend)
     return chosen.implementation(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, _seed)
+
+
+def attention_features(query: Tensor, value: Tensor, enable_gqa: bool = False) -> tuple[str, ...]:
+    """What only stock attention serves."""
+    features = ("enable_gqa",) if enable_gqa else ()
+    return features if value.shape[-1] == query.shape[-1] else (*features, "head dim of value other than of query")
 
 
 def check_attention_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, heads_dim: int) -> None:
@@ -184,3 +260,17 @@ def _check_mask_shape(attn_mask: Tensor, full: tuple[int, ...]) -> None:
 
 
 register(Capability("attention", "torch", _torch))
+register(
+    Capability(
+        "attention",
+        "triton",
+        functools.partial(_fused, "triton"),
+        devices=TRITON_DEVICES,
+        dtypes=FLOAT,
+        auto_dtypes=HALF,
+        min_compute=(8, 0),
+        max_head_dim=MAX_HEAD_DIM,
+        features=frozenset(),
+        unavailable=triton_unavailable,
+    )
+)

@@ -5,14 +5,19 @@ FLOPs: 4 D sum(len_q len_k) per head. Memory floor: query, key, value and out on
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
-from bertfast.backends import HALF, Capability, choose, describe, needs_grad, register
+from bertfast.backends import FLOAT, HALF, Capability, choose, describe, needs_grad, register
 from bertfast.dropout import check_probability
+from bertfast.kernels.tiles import MAX_HEAD_DIM
 from bertfast.ops._autocast import to_autocast
 from bertfast.ops._checks import check_device, check_required, check_same_dtype, check_tensors, values_are_checked
-from bertfast.ops.attention import check_attention_shapes, sdpa
+from bertfast.ops._library import TRITON_DEVICES, define, triton_unavailable
+from bertfast.ops._once import distinct, once
+from bertfast.ops.attention import attention_features, check_attention_shapes, fused_seed, sdpa
 
 
 def _per_sequence(query, key, value, ends_q, ends_k, dropout_p, is_causal, scale):
@@ -94,6 +99,59 @@ def _stock_varlen_serves(query, dropout_p):
     )
 
 
+def _fwd_fake(query, key, value, cu_seqlens_q, cu_seqlens_k, seed, dropout_p, is_causal, scale):
+    total, heads, _ = query.shape
+    return query.new_empty(query.shape), query.new_empty((2, heads, total), dtype=torch.float32)
+
+
+def _bwd_fake(dout, query, key, value, cu_q, cu_k, seed, out, stats, dropout_p, is_causal, scale):
+    return tuple(x.new_empty(x.shape) for x in (query, key, value))
+
+
+_FWD = define(
+    "varlen_attention_fwd",
+    "(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seed, float dropout_p,"
+    " bool is_causal, float scale) -> (Tensor out, Tensor stats)",
+    _fwd_fake,
+    ("triton",),
+    launcher="varlen_attention",
+)
+_BWD = define(
+    "varlen_attention_bwd",
+    "(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seed,"
+    " Tensor out, Tensor stats, float dropout_p, bool is_causal, float scale)"
+    " -> (Tensor dquery, Tensor dkey, Tensor dvalue)",
+    _bwd_fake,
+    ("triton",),
+    launcher="varlen_attention",
+)
+
+
+class _VarlenAttention(torch.autograd.Function):
+    """As `attention`'s."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, cu_seqlens_q, cu_seqlens_k, seed, dropout_p, is_causal, scale, backend):
+        out, stats = _FWD[backend](query, key, value, cu_seqlens_q, cu_seqlens_k, seed, dropout_p, is_causal, scale)
+        ctx.save_for_backward(query, key, value, cu_seqlens_q, cu_seqlens_k, seed, out, stats)
+        ctx.settings, ctx.backend = (dropout_p, is_causal, scale), backend
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        grads = once("varlen_attention", _BWD[ctx.backend])(dout, *ctx.saved_tensors, *ctx.settings)
+        return *grads, *(None,) * 7
+
+
+def _fused(backend, query, key, value, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, scale, seed):
+    seed = fused_seed(query, dropout_p, seed)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if needs_grad(query, key, value):
+        tensors = distinct(query, key, value, cu_q, cu_k)
+        return _VarlenAttention.apply(*tensors, seed, dropout_p, is_causal, scale, backend)
+    return _FWD[backend](query, key, value, cu_q, cu_k, seed, dropout_p, is_causal, scale)[0]
+
+
 def varlen_attention(
     query: Tensor,
     key: Tensor,
@@ -160,7 +218,14 @@ def varlen_attention(
     query, key, value = to_autocast(query, key, value)
     check_same_dtype(("query", "key", "value"), query, key, value)
     grad = needs_grad(query, key, value)
-    call = describe("varlen_attention", (query,), grad=grad, dropout_p=dropout_p, head_dim=query.shape[-1])
+    call = describe(
+        "varlen_attention",
+        (query,),
+        grad=grad,
+        dropout_p=dropout_p,
+        head_dim=query.shape[-1],
+        features=attention_features(query, value),
+    )
     chosen = choose(call, backend)
     return chosen.implementation(
         query,
@@ -198,3 +263,17 @@ def _shortened(ends: list[int]) -> str:
 
 
 register(Capability("varlen_attention", "torch", _torch))
+register(
+    Capability(
+        "varlen_attention",
+        "triton",
+        functools.partial(_fused, "triton"),
+        devices=TRITON_DEVICES,
+        dtypes=FLOAT,
+        auto_dtypes=HALF,
+        min_compute=(8, 0),
+        max_head_dim=MAX_HEAD_DIM,
+        features=frozenset(),
+        unavailable=triton_unavailable,
+    )
+)
