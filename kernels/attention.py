@@ -3,14 +3,24 @@
 One program a block of queries, one pass over the keys (online softmax, Milakov and Gimelshein 2018), in base 2 with
 log2(e) folded into the scale:
 
-    s = log2e (scale q k^T)     m = max(s)     p = 2^(s - m)     l = sum(p)     out = p v / l
+    s = log2(e) scale q k^T     m = max(s)     p = 2^(s - m)     l = sum(p)     out = p v / l
 
-A float mask is added in natural units, and log2e applied to s - m: its largest finite values, which are arithmetic and
-no masking, would overflow in base 2. A row without any key has m = -inf, for which 0 takes its place: p = 0, out = 0.
-Saved are m (natural units) and ln(l), not their sum: where m is as large as such a mask, ln(l) would drown in it, and
-backward would take the wrong p.
+A float mask is added in natural units, and log2(e) applied to s - m: its largest finite values, which are arithmetic
+and no masking, would overflow in base 2. A row without any key has m = -inf, for which 0 takes its place: p = 0,
+out = 0. Saved are m (natural units) and ln(l), not their sum, which is lse: where m is as large as such a mask, ln(l)
+would drown in it, and backward would take the wrong p.
+
+The last block of keys comes first. It alone meets the end of the sequence, so it alone is loaded behind a mask (what is
+beyond may be NaN, and 0 x NaN is NaN), and it rescales nothing. A sequence of at most BLOCK_N keys is done with it; all
+other blocks are whole, and may come by tensor descriptor.
 
 FLOPs: 4 S_q S_k D a head. Bytes, with e-byte elements: (2 S_q + 2 S_k) D e a head, the floor, and 8 S_q.
+
+For each score there are, besides 4 D FLOPs of matrix products: one multiply-add, one maximum, one exponential, one
+addition, half a conversion. With head dim 64 a multiprocessor of 9.0 has 1/16 of a clock for the matrix products
+(4,096 FLOPs a clock), 1/16 for the exponential (16 a clock) and 3.5/128 for the rest: where the loads are hidden,
+exponentials and products of different programs have to overlap, so that tiles are kept small enough for two programs.
+10.0 doubles the products only: it is bound by exponentials. 8.0 has 1/8 for the products, and is bound by them.
 """
 
 from __future__ import annotations
@@ -22,6 +32,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bertfast.dropout import STREAMS
 from bertfast.kernels import tiles
@@ -32,74 +43,83 @@ from bertfast.kernels.launch import Dropout, Launcher, device_of, dropout_of
 LOG2E: tl.constexpr = tl.constexpr(math.log2(math.e))
 LN2: tl.constexpr = tl.constexpr(math.log(2.0))
 STREAM: tl.constexpr = tl.constexpr(STREAMS["attention"])
-SEQUENCES: tl.constexpr = tl.constexpr(1024)  # looked at a step by `sequence_of`; most batches have fewer
 
 
 @triton.jit
-def sequence_of(cu_seqlens_ptr, i_block, sequences, BLOCK: tl.constexpr):
-    """The sequence that block number `i_block` belongs to.
-
-    Sequence s owns the blocks from cu_seqlens[s] // BLOCK + s on: room for its ceil(length / BLOCK) blocks whatever
-    the lengths are, in total // BLOCK + sequences blocks, with no sum over sequences and nothing to know on the host.
-    """
-    count = 0
-    for first in range(0, sequences, SEQUENCES):
-        o_s = first + tl.arange(0, SEQUENCES)
-        m_s = o_s < sequences
-        begin = tl.load(cu_seqlens_ptr + o_s, mask=m_s, other=0)
-        count += tl.sum((m_s & (begin // BLOCK + o_s <= i_block)).to(tl.int32))
-    return count - 1
-
-
-@triton.jit
-def span(cu_seqlens_ptr, total):
-    """Where a sequence begins and how long it is; inside the tensor also where nobody has looked at the values."""
-    begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr), 0), total)
-    end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + 1), begin), total)
+def span(cu_seqlens_ptr, o_s, mask, total):
+    """Where sequences begin and how long they are, inside the tensor also where nobody has looked at the values."""
+    begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + o_s, mask=mask, other=0), 0), total)
+    end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + o_s + 1, mask=mask, other=0), begin), total)
     return begin.to(tl.int64), (end - begin).to(tl.int32)
 
 
 @triton.jit
+def sequence_of(cu_seqlens_ptr, i_block, sequences, total, BLOCK: tl.constexpr, SEQUENCES: tl.constexpr):
+    """The sequence that block number `i_block` belongs to, and the block's number in it: -1 beyond the last block.
+
+    Sequences longer than twice the mean come first, so that none of them starts when the others are done. Blocks are
+    total // BLOCK + sequences at most, whatever the lengths. Each program counts anew, SEQUENCES a step: a map made by
+    another kernel would be one launch more for each layer, or have to be held to what it was made from.
+    """
+    twice_mean = 2 * (total // sequences)
+    long_blocks = 0
+    for first in range(0, sequences, SEQUENCES):
+        o_s = first + tl.arange(0, SEQUENCES)
+        _, b_length = span(cu_seqlens_ptr, o_s, o_s < sequences, total)
+        long_blocks += tl.sum(tl.where(b_length > twice_mean, tl.cdiv(b_length, BLOCK), 0))
+    is_long = i_block < long_blocks
+    i_block -= tl.where(is_long, 0, long_blocks)
+    i_s, i_own, before = 0, -1, 0
+    for first in range(0, sequences, SEQUENCES):
+        o_s = first + tl.arange(0, SEQUENCES)
+        _, b_length = span(cu_seqlens_ptr, o_s, o_s < sequences, total)
+        b_blocks = tl.where((b_length > twice_mean) == is_long, tl.cdiv(b_length, BLOCK), 0)
+        b_end = before + tl.cumsum(b_blocks)
+        own = (b_end - b_blocks <= i_block) & (i_block < b_end)
+        i_s += tl.sum(tl.where(own, o_s, 0))
+        i_own += tl.sum(tl.where(own, i_block - (b_end - b_blocks) + 1, 0))
+        before += tl.sum(b_blocks)
+    return i_s, i_own
+
+
+@triton.jit
 def locate(
-    cu_seqlens_ptr,  # of the sequences that blocks are cut from: queries or keys
+    cu_seqlens_ptr,  # of what blocks are cut from, queries or keys; None where sequences are padded
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
-    i_block,
-    i_head,
+    blocks,
     length_q,
     length_k,
+    total,  # length_q or length_k, of what blocks are cut from
     sequences,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
+    SEQUENCES: tl.constexpr,
 ):
-    """What block `i_block` of row `i_head` works on: batch and head, the block's number in its sequence, where the
-    sequence's queries and keys begin among the packed ones, their lengths, by how many keys causality is shifted
-    (packed, the last query sees the last key), and batch * heads + head where `keep_mask` has a row's upper half."""
+    """What this program works on: row of the statistics, batch and head, a block's number in its sequence (-1: none),
+    where the sequence's queries and keys begin, their lengths, by how many keys causality is shifted (packed, the last
+    query sees the last key), and the upper half of dropout's row numbers.
+
+    Padded, blocks of one head are neighbours and read its keys from L2. Packed, all heads of a block are: else long
+    sequences would not come first.
+    """
     if cu_seqlens_ptr is None:
-        i_b, i_h, begin_q, begin_k, offset, plane = i_head // H, i_head % H, 0, 0, 0, i_head
+        i_block, i_row = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
+        i_b, i_h = i_row // H, i_row % H
+        begin_q, begin_k, offset, plane = 0, 0, 0, i_row << 32
     else:
-        i_b, i_h = sequence_of(cu_seqlens_ptr, i_block, sequences, BLOCK), i_head
-        i_block -= (tl.load(cu_seqlens_ptr + i_b) // BLOCK).to(tl.int32) + i_b
-        begin_q, length_q = span(cu_seqlens_q_ptr + i_b, length_q)
-        begin_k, length_k = span(cu_seqlens_k_ptr + i_b, length_k)
-        offset = length_k - length_q
-        plane = i_b * H + i_h
-    return (
-        i_b.to(tl.int64),
-        i_h.to(tl.int64),
-        i_block,
-        begin_q,
-        begin_k,
-        length_q,
-        length_k,
-        offset,
-        plane.to(tl.int64) << 32,
-    )
+        i_block, i_row = tl.program_id(0) // H, (tl.program_id(0) % H).to(tl.int64)
+        i_b, i_h = i_row * 0, i_row
+        i_sequence, i_block = sequence_of(cu_seqlens_ptr, i_block, sequences, total, BLOCK, SEQUENCES)
+        begin_q, length_q = span(cu_seqlens_q_ptr, i_sequence, True, length_q)
+        begin_k, length_k = span(cu_seqlens_k_ptr, i_sequence, True, length_k)
+        offset, plane = length_k - length_q, (i_sequence.to(tl.int64) * H + i_h) << 32
+    return i_row, i_b, i_h, i_block, begin_q, begin_k, length_q, length_k, offset, plane
 
 
 @triton.jit
 def load_rows(ptr, o_m, stride_m, length, BOUNDED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[BLOCK, BLOCK_D] rows of length D. What is beyond the sequence may be NaN, and 0 x NaN is NaN: it is not read."""
+    """[BLOCK, BLOCK_D] rows of length D, 0 beyond them, and `BOUNDED` also beyond the sequence."""
     o_d = tl.arange(0, BLOCK_D)
     p_rows = ptr + o_m[:, None].to(tl.int64) * stride_m + o_d[None, :]
     if BOUNDED and D != BLOCK_D:
@@ -112,8 +132,28 @@ def load_rows(ptr, o_m, stride_m, length, BOUNDED: tl.constexpr, D: tl.constexpr
 
 
 @triton.jit
+def load_block(
+    desc,  # (B, H, S, D) in blocks of (1, 1, BLOCK, BLOCK_D), or None
+    ptr,
+    i_b,
+    i_h,
+    begin,
+    first,
+    stride_m,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """[BLOCK, BLOCK_D]: the rows from `first` on of the sequence that begins at `begin`, none of them beyond its end."""
+    if desc is not None:
+        b_rows = desc.load([i_b.to(tl.int32), i_h.to(tl.int32), (first + begin).to(tl.int32), 0])
+        return b_rows.reshape(BLOCK, BLOCK_D)
+    return load_rows(ptr, first + tl.arange(0, BLOCK), stride_m, 0, False, D, BLOCK_D)
+
+
+@triton.jit
 def masked_scores(
-    b_s,  # fp32, scaled; queries by keys, or the other way round
+    b_s,  # products of queries and keys, fp32; queries by keys, or the other way round
     mask_ptr,
     o_m,  # queries, a column (or row) of indices
     o_n,  # keys, a row (or column)
@@ -122,12 +162,14 @@ def masked_scores(
     length_q,
     length_k,
     offset,
+    scale,
     MASK: tl.constexpr,
     MASK_ROWS: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):
-    """The scores with what takes no part at -inf: keys beyond the sequence, masked ones, and those behind the query."""
+    """Scores with what takes no part at -inf: masked keys, those beyond the sequence, and those behind the query. With
+    a float mask they are scaled, because it is added; else the scale is left to the multiply-add that follows."""
     if MASK != "none":
         p_mask = mask_ptr + o_n.to(tl.int64) * stride_mask_n
         inside = o_n < length_k
@@ -137,7 +179,7 @@ def masked_scores(
         if MASK == "bool":
             b_s = tl.where(tl.load(p_mask, mask=inside, other=0) != 0, b_s, float("-inf"))
         else:
-            b_s += tl.load(p_mask, mask=inside, other=0.0).to(tl.float32)
+            b_s = b_s * scale + tl.load(p_mask, mask=inside, other=0.0).to(tl.float32)
     if BOUNDED:
         b_s = tl.where(o_n < length_k, b_s, float("-inf"))
     if IS_CAUSAL:
@@ -151,14 +193,12 @@ def attend(
     b_max,  # [BLOCK_M] fp32
     b_sum,  # [BLOCK_M] fp32
     b_q,  # [BLOCK_M, BLOCK_D]
-    k_ptr,
-    v_ptr,
+    b_k,  # [BLOCK_N, BLOCK_D]
+    b_v,
     mask_ptr,
     seed_ptr,
     o_m,
     first,
-    stride_k_n,
-    stride_v_n,
     stride_mask_m,
     stride_mask_n,
     length_q,
@@ -167,39 +207,47 @@ def attend(
     plane,
     scale,
     last_dropped,
+    FIRST: tl.constexpr,
     MASK: tl.constexpr,
     MASK_ROWS: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
-    BOUNDED: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
-    D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
 ):
-    """One step of the online softmax: the keys from `first` on."""
+    """One step of the online softmax: the keys from `first` on. The FIRST step, whose block alone may reach beyond the
+    sequence, has nothing to rescale."""
     o_n = first + tl.arange(0, BLOCK_N)
-    # [BLOCK_N, BLOCK_D]
-    b_k = load_rows(k_ptr, o_n, stride_k_n, length_k, BOUNDED, D, BLOCK_D)
-    b_v = load_rows(v_ptr, o_n, stride_v_n, length_k, BOUNDED, D, BLOCK_D)
     # [BLOCK_M, BLOCK_N]
-    b_s = dot(b_q, b_k.T, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), INPUT_PRECISION) * scale
+    b_s = dot(b_q, b_k.T, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), INPUT_PRECISION)
     b_s = masked_scores(
-        b_s, mask_ptr, o_m[:, None], o_n[None, :], stride_mask_m, stride_mask_n, length_q, length_k, offset,
-        MASK, MASK_ROWS, IS_CAUSAL, BOUNDED,
+        b_s, mask_ptr, o_m[:, None], o_n[None, :], stride_mask_m, stride_mask_n, length_q, length_k, offset, scale,
+        MASK, MASK_ROWS, IS_CAUSAL, FIRST,
     )  # fmt: skip
-    b_new = tl.maximum(b_max, tl.max(b_s, axis=1))
+    b_new = tl.max(b_s, axis=1)
+    if MASK != "float":
+        b_new *= scale
+    if not FIRST:
+        b_new = tl.maximum(b_max, b_new)
     # Of a row that has met no key yet: -inf - -inf is NaN.
     b_pivot = tl.where(b_new == float("-inf"), 0.0, b_new)
-    to_base_2 = LOG2E if MASK == "float" else 1.0
-    b_p = tl.exp2((b_s - b_pivot[:, None]) * to_base_2)
-    b_alpha = tl.exp2((b_max - b_pivot) * to_base_2)
-    b_sum = b_sum * b_alpha + tl.sum(b_p, axis=1)
+    b_p = exponential(b_s, b_pivot[:, None], scale, MASK)
+    b_all = tl.sum(b_p, axis=1)
     if seed_ptr is not None:
         keep = keep_mask(tl.load(seed_ptr), plane + o_m, first, last_dropped, STREAM, BLOCK_M, BLOCK_N)
         b_p = tl.where(keep, b_p, 0.0)
-    b_acc = dot(store_cast(b_p, b_v.dtype), b_v, b_acc * b_alpha[:, None], INPUT_PRECISION)
-    return b_acc, b_new, b_sum
+    if not FIRST:
+        b_alpha = tl.exp2((b_max - b_pivot) * LOG2E if MASK == "float" else b_max - b_pivot)
+        b_all += b_sum * b_alpha
+        b_acc *= b_alpha[:, None]
+    return dot(store_cast(b_p, b_v.dtype), b_v, b_acc, INPUT_PRECISION), b_new, b_all
+
+
+@triton.jit
+def exponential(b_s, pivot, scale, MASK: tl.constexpr):
+    """e^(score - pivot) of what `masked_scores` returns; the pivot in natural units with a float mask, else in base
+    2."""
+    return tl.exp2((b_s - pivot) * LOG2E if MASK == "float" else b_s * scale - pivot)
 
 
 @triton.jit(do_not_specialize=["length_q", "length_k", "blocks", "sequences", "last_dropped"])
@@ -207,6 +255,8 @@ def attention_fwd_kernel(
     q_ptr,  # (B, H, S_q, D); packed: (T_q, H, D)
     k_ptr,  # (B, H, S_k, D); packed: (T_k, H, D)
     v_ptr,
+    k_desc,  # of k and v as (B, H, S_k, D), packed as (1, H, T_k, D), or None
+    v_desc,
     mask_ptr,  # (B, H, S_q, S_k) by strides, bool as uint8 or float, or None
     cu_seqlens_q_ptr,  # (sequences + 1,), or None where sequences are padded
     cu_seqlens_k_ptr,
@@ -233,7 +283,7 @@ def attention_fwd_kernel(
     length_k,
     blocks,  # of queries a head
     sequences,
-    scale,
+    scale,  # positive; times log2(e) without a float mask
     last_dropped,
     keep_scale,
     MASK: tl.constexpr,  # "none", "bool" or "float"
@@ -245,43 +295,45 @@ def attention_fwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    SEQUENCES: tl.constexpr,
 ):
-    i_block, i_head = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    stats_ptr += i_head.to(tl.int64) * length_q
-    stride_stats = (tl.num_programs(0) // blocks).to(tl.int64) * length_q
-    i_b, i_h, i_m, begin_q, begin_k, length_q, length_k, offset, plane = locate(
-        cu_seqlens_q_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, i_block, i_head, length_q, length_k, sequences, H, BLOCK_M
-    )
-    if i_m * BLOCK_M >= length_q:
+    rows_q = length_q.to(tl.int64)
+    stride_stats = (tl.num_programs(0) // blocks) * rows_q
+    i_row, i_b, i_h, i_m, begin_q, begin_k, length_q, length_k, offset, plane = locate(
+        cu_seqlens_q_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, blocks, length_q, length_k, length_q, sequences,
+        H, BLOCK_M, SEQUENCES,
+    )  # fmt: skip
+    if i_m < 0:
         return
+    stats_ptr += i_row * rows_q + begin_q
     q_ptr += i_b * stride_q_b + i_h * stride_q_h + begin_q * stride_q_m
     k_ptr += i_b * stride_k_b + i_h * stride_k_h + begin_k * stride_k_n
     v_ptr += i_b * stride_v_b + i_h * stride_v_h + begin_k * stride_v_n
     out_ptr += i_b * stride_out_b + i_h * stride_out_h + begin_q * stride_out_m
-    stats_ptr += begin_q
     if mask_ptr is not None:
         mask_ptr += i_b * stride_mask_b + i_h * stride_mask_h
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    b_q = load_rows(q_ptr, o_m, stride_q_m, length_q, True, D, BLOCK_D)
-    b_acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    b_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    b_sum = tl.zeros((BLOCK_M,), tl.float32)
-    # Keys that every query of the block sees whole, and the rest: causality and bounds cost the rest only.
-    end, whole = length_k, length_k // BLOCK_N * BLOCK_N
+    end = length_k
     if IS_CAUSAL:
-        end = tl.minimum(end, tl.maximum((i_m + 1) * BLOCK_M + offset, 0))
-        whole = tl.minimum(whole, tl.maximum(i_m * BLOCK_M + offset + 1, 0) // BLOCK_N * BLOCK_N)
-    for first in range(0, whole, BLOCK_N):
+        end = tl.minimum(end, (i_m + 1) * BLOCK_M + offset)
+    last = tl.maximum(end - 1, 0) // BLOCK_N * BLOCK_N
+    o_n = last + tl.arange(0, BLOCK_N)
+    b_q = load_rows(q_ptr, o_m, stride_q_m, length_q, True, D, BLOCK_D)
+    b_k = load_rows(k_ptr, o_n, stride_k_n, length_k, True, D, BLOCK_D)
+    b_v = load_rows(v_ptr, o_n, stride_v_n, length_k, True, D, BLOCK_D)
+    b_acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    b_acc, b_max, b_sum = attend(
+        b_acc, None, None, b_q, b_k, b_v, mask_ptr, seed_ptr, o_m, last, stride_mask_m, stride_mask_n, length_q,
+        length_k, offset, plane, scale, last_dropped,
+        True, MASK, MASK_ROWS, IS_CAUSAL, INPUT_PRECISION, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    for first in range(0, last, BLOCK_N):
+        b_k = load_block(k_desc, k_ptr, i_b, i_h, begin_k, first, stride_k_n, D, BLOCK_N, BLOCK_D)
+        b_v = load_block(v_desc, v_ptr, i_b, i_h, begin_k, first, stride_v_n, D, BLOCK_N, BLOCK_D)
         b_acc, b_max, b_sum = attend(
-            b_acc, b_max, b_sum, b_q, k_ptr, v_ptr, mask_ptr, seed_ptr, o_m, first, stride_k_n, stride_v_n,
-            stride_mask_m, stride_mask_n, length_q, length_k, offset, plane, scale, last_dropped,
-            MASK, MASK_ROWS, False, False, INPUT_PRECISION, D, BLOCK_M, BLOCK_N, BLOCK_D,
-        )  # fmt: skip
-    for first in range(whole, end, BLOCK_N):
-        b_acc, b_max, b_sum = attend(
-            b_acc, b_max, b_sum, b_q, k_ptr, v_ptr, mask_ptr, seed_ptr, o_m, first, stride_k_n, stride_v_n,
-            stride_mask_m, stride_mask_n, length_q, length_k, offset, plane, scale, last_dropped,
-            MASK, MASK_ROWS, IS_CAUSAL, True, INPUT_PRECISION, D, BLOCK_M, BLOCK_N, BLOCK_D,
+            b_acc, b_max, b_sum, b_q, b_k, b_v, mask_ptr, seed_ptr, o_m, first, stride_mask_m, stride_mask_n, length_q,
+            length_k, offset, plane, scale, last_dropped,
+            False, MASK, MASK_ROWS, IS_CAUSAL, INPUT_PRECISION, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     m_m = o_m < length_q
     b_sum = tl.where(b_sum == 0.0, 1.0, b_sum)
@@ -297,7 +349,7 @@ def attention_fwd_kernel(
 _fwd = Launcher(attention_fwd_kernel)
 
 
-def strides_of(x: Tensor | None) -> tuple[int, int, int]:
+def strides_of(x: Tensor) -> tuple[int, int, int]:
     """Strides of batch, head and position of (B, H, S, D); of packed (T, H, D), which has no batch."""
     return (0, x.stride(1), x.stride(0)) if x.dim() == 3 else x.stride()[:3]
 
@@ -307,11 +359,21 @@ def unit_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def descriptor_of(x: Tensor, block: int, block_d: int) -> TensorDescriptor | None:
+    """`x` (B, H, S, D), or packed (T, H, D), for blocks of one head; None where its memory does not allow it."""
+    x = x.transpose(0, 1).unsqueeze(0) if x.dim() == 3 else x
+    steps = [stride * x.element_size() for stride in x.stride()[:3]]
+    if x.data_ptr() % 16 or any(step == 0 or step % 16 for step in steps):
+        return None
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, block, block_d])
+
+
 class Mask(NamedTuple):
     """An attention mask as kernels take it.
 
     Attributes:
-        values: None, uint8 (bool) or float, with the strides of its broadcast to (B, H, S_q, S_k).
+        values: None, uint8 (bool) or float.
+        strides: of its broadcast to (B, H, S_q, S_k).
         kind: MASK of the kernels.
         per_query: MASK_ROWS of the kernels.
     """
@@ -327,68 +389,119 @@ class Mask(NamedTuple):
         return 1.0 if self.kind == "float" else math.log2(math.e)
 
 
+NO_MASK = Mask(None, (0,) * 4, "none", False)
+
+
 def mask_of(attn_mask: Tensor | None, shape: tuple[int, ...]) -> Mask:
     """`attn_mask` broadcast to `shape` (B, H, S_q, S_k) by strides alone."""
     if attn_mask is None:
-        return Mask(None, (0,) * 4, "none", False)
+        return NO_MASK
     kind = "bool" if attn_mask.dtype == torch.bool else "float"
     values = attn_mask.view(torch.uint8) if kind == "bool" else attn_mask
     strides = values.expand(shape).stride()
     return Mask(values, strides, kind, strides[2] != 0 and shape[2] > 1)
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Mask,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    out: Tensor,
-    stats: Tensor,
-    dropout: Dropout,
-    is_causal: bool,
-    scale: float,
-) -> None:
-    """Fills out and stats; padded (B, H, S, D) without `cu_seqlens`, packed (T, H, D) with them."""
+class Call(NamedTuple):
+    """What both passes of attention launch with.
+
+    Attributes:
+        query, key, value: (B, H, S, D), or packed (T, H, D); unit stride in the last dimension.
+        mask: padded only.
+        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) contiguous, or None where sequences are padded.
+        scale: positive.
+        factor: of the queries' gradient, the scale as it was given.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Mask
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    dropout: Dropout
+    is_causal: bool
+    scale: float
+    factor: float
+
+    @property
+    def sequences(self) -> int:
+        """How many are packed; 0 where they are padded."""
+        return 0 if self.cu_seqlens_q is None else self.cu_seqlens_q.numel() - 1
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """S_q and S_k; packed, T_q and T_k."""
+        position = 2 if self.cu_seqlens_q is None else 0
+        return self.query.shape[position], self.key.shape[position]
+
+    @property
+    def rows(self) -> int:
+        """Rows of the statistics: B H, or packed H."""
+        return self.query.shape[1] * (self.query.shape[0] if self.cu_seqlens_q is None else 1)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return *strides_of(self.query), *strides_of(self.key), *strides_of(self.value), *self.mask.strides
+
+
+def call_of(query, key, value, mask, cu_seqlens_q, cu_seqlens_k, seed, dropout_p, is_causal, scale) -> Call:
+    """Arguments of the ops as kernels take them. Kernels take the maximum before they scale, so the scale's sign goes
+    into the queries."""
+    factor = scale
+    if scale <= 0:
+        query, scale = (query.neg(), -scale) if scale < 0 else (torch.zeros_like(query), 1.0)
+    ends = (None if t is None else t.contiguous() for t in (cu_seqlens_q, cu_seqlens_k))
+    inputs = map(unit_rows, (query, key, value))
+    return Call(*inputs, mask, *ends, dropout_of(seed, dropout_p), is_causal, scale, factor)
+
+
+def forward(call: Call, out: Tensor, stats: Tensor) -> None:
+    """Fills out and stats."""
+    query, key, value, mask = call.query, call.key, call.value, call.mask
     heads, head_dim = query.shape[1], query.shape[-1]
-    length_q, length_k = (x.shape[0 if x.dim() == 3 else 2] for x in (query, key))
-    sequences = 0 if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
-    mean = length_q // max(sequences, 1)
-    tile = tiles.attention_fwd(mean, head_dim, query.element_size(), mask.per_query, device_of(query).capability)
+    (length_q, length_k), sequences = call.lengths, call.sequences
+    capability = device_of(query).capability
+    keys = length_k // max(sequences, 1)
+    tile = tiles.attention_fwd(
+        length_q // max(sequences, 1), keys, head_dim, query.element_size(), mask.per_query, capability
+    )
+    k_desc = v_desc = None
+    if tiles.attention_descriptors(keys, query.element_size(), capability):
+        k_desc, v_desc = (descriptor_of(x, tile.block_n, tile.block_d) for x in (key, value))
     blocks = tiles.attention_blocks(length_q, tile.block_m, sequences)
     _fwd(
-        (blocks * heads * (1 if sequences else query.shape[0]),),
+        (blocks * call.rows,),
         query,
         key,
         value,
+        k_desc,
+        v_desc,
         mask.values,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        dropout.seed,
+        call.cu_seqlens_q,
+        call.cu_seqlens_k,
+        call.dropout.seed,
         out,
         stats,
-        *strides_of(query),
-        *strides_of(key),
-        *strides_of(value),
-        *mask.strides,
+        *call.strides,
         *strides_of(out),
         length_q,
         length_k,
         blocks,
         sequences,
-        scale * mask.scale,
-        dropout.last_dropped,
-        dropout.scale,
+        call.scale * mask.scale,
+        call.dropout.last_dropped,
+        call.dropout.scale,
         mask.kind,
         mask.per_query,
-        is_causal,
+        call.is_causal,
         input_precision(query.dtype),
         heads,
         head_dim,
         tile.block_m,
         tile.block_n,
         tile.block_d,
+        tiles.attention_sequences(sequences),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -410,8 +523,6 @@ def attention_fwd(
     out = query.new_empty((batch, s_q, heads, head_dim)).transpose(1, 2)
     stats = query.new_empty((2, batch, heads, s_q), dtype=torch.float32)
     if out.numel() > 0:
-        query, key, value = unit_rows(query), unit_rows(key), unit_rows(value)
         mask = mask_of(attn_mask, (batch, heads, s_q, key.shape[2]))
-        dropout = dropout_of(seed, dropout_p)
-        forward(query, key, value, mask, None, None, out, stats, dropout, is_causal, scale)
+        forward(call_of(query, key, value, mask, None, None, seed, dropout_p, is_causal, scale), out, stats)
     return out, stats

@@ -297,32 +297,45 @@ def attention_blocks(length: int, block: int, sequences: int) -> int:
     return length // block + sequences if sequences else cdiv(length, block)
 
 
+def attention_sequences(sequences: int) -> int:
+    """How many sequences a program that looks for its own takes a step: two sizes, because each is a variant."""
+    return 64 if sequences <= 64 else 1024
+
+
+def attention_descriptors(keys: int, item_size: int, capability: int) -> bool:
+    """Whether whole blocks of keys come by tensor descriptors, on 90 and 100: from 256 keys on, where each program
+    loads three such blocks or more. A launch with descriptors costs the host some microseconds more."""
+    return item_size == 2 and 90 <= capability < 120 and keys >= 256
+
+
 def _attention_tile(block_m, block_n, head_dim, num_warps, num_stages) -> AttentionTile:
     return AttentionTile(block_m, block_n, max(16, next_power_of_2(head_dim)), num_warps, num_stages)
 
 
-def attention_fwd(mean: int, head_dim: int, item_size: int, per_query: bool, capability: int) -> AttentionTile:
-    """Tile of attention's forward for sequences of `mean` queries."""
+def attention_fwd(
+    queries: int, keys: int, head_dim: int, item_size: int, per_query: bool, capability: int
+) -> AttentionTile:
+    """Tile of attention's forward for sequences of `queries` and `keys`."""
     if item_size == 4:
-        return _attention_tile(16 if mean <= 16 else 32, 32, head_dim, 4, 1)
-    if mean <= 16:
+        return _attention_tile(16 if queries <= 16 else 32, 32, head_dim, 4, 1)
+    if queries <= 16:
         return _attention_tile(16, 64 if head_dim <= 128 else 32, head_dim, 4, 2)
     if head_dim > 128:
         return _attention_tile(64, 32, head_dim, 4, 2)
-    if mean <= 64 or per_query or head_dim > 64:
+    if queries <= 64 or per_query or head_dim > 64:
         return _attention_tile(64, 64, head_dim, 4, 2)
     return _attention_tile(128, 64, head_dim, 4, 3)
 
 
-def attention_bwd_dk_dv(mean: int, head_dim: int, item_size: int, per_query: bool, capability: int) -> AttentionTile:
-    """Tile of the pass over queries that gives dk and dv, for sequences of `mean` keys."""
+def attention_bwd_dq(queries: int, head_dim: int, item_size: int, per_query: bool, capability: int) -> AttentionTile:
+    """Tile of the pass over keys that gives dq, for sequences of `queries`."""
     if item_size == 4:
-        return _attention_tile(32, 16 if mean <= 16 else 32, head_dim, 4, 1)
-    return _attention_tile(32, 64 if head_dim <= 64 else 32, head_dim, 4, 2)
-
-
-def attention_bwd_dq(mean: int, head_dim: int, item_size: int, per_query: bool, capability: int) -> AttentionTile:
-    """Tile of the pass over keys that gives dq, for sequences of `mean` queries."""
-    if item_size == 4:
-        return _attention_tile(16 if mean <= 16 else 32, 32, head_dim, 4, 1)
+        return _attention_tile(16 if queries <= 16 else 32, 32, head_dim, 4, 1)
     return _attention_tile(64 if head_dim <= 64 else 32, 32, head_dim, 4, 2)
+
+
+def attention_bwd_dk_dv(keys: int, head_dim: int, item_size: int, per_query: bool, capability: int) -> AttentionTile:
+    """Tile of the pass over queries that gives dk and dv, for sequences of `keys`."""
+    if item_size == 4:
+        return _attention_tile(32, 16 if keys <= 16 else 32, head_dim, 4, 1)
+    return _attention_tile(32, 64 if head_dim <= 64 else 32, head_dim, 4, 2)

@@ -1,8 +1,8 @@
-"""Attention of packed sequences: the kernels of `attention` and `attention_bwd`, given where sequences begin.
+"""`attention`'s kernels on packed sequences.
 
-A block of queries belongs to one sequence and meets that sequence's keys only, so that the work is that of the tokens:
-4 D sum(length_q length_k) FLOPs a head. Blocks are found on the device (`attention.sequence_of`): the host knows the
-number of tokens and of sequences, and no length.
+Padding costs nothing: there are T // BLOCK + sequences blocks at most, whatever the lengths, found by each program in
+cu_seqlens (`attention.sequence_of`), and nothing has to be known on the host. FLOPs: 4 D sum(len_q len_k) a head;
+bytes: (2 T_q + 2 T_k) D e a head, the floor, and 8 T_q.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bertfast.kernels.attention import forward, mask_of, unit_rows
+from bertfast.kernels.attention import NO_MASK, call_of, forward
 from bertfast.kernels.attention_bwd import backward
-from bertfast.kernels.launch import dropout_of
 
 
 def varlen_attention_fwd(
@@ -27,13 +26,12 @@ def varlen_attention_fwd(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """out (T_q, H, D) and stats (2, H, T_q) fp32 as `attention_fwd`."""
-    total, heads, head_dim = query.shape
+    total, heads, _ = query.shape
     out = query.new_empty(query.shape)
     stats = query.new_empty((2, heads, total), dtype=torch.float32)
     if out.numel() > 0:
-        query, key, value = unit_rows(query), unit_rows(key), unit_rows(value)
-        ends = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
-        forward(query, key, value, mask_of(None, ()), *ends, out, stats, dropout_of(seed, dropout_p), is_causal, scale)
+        call = call_of(query, key, value, NO_MASK, cu_seqlens_q, cu_seqlens_k, seed, dropout_p, is_causal, scale)
+        forward(call, out, stats)
     return out, stats
 
 
@@ -53,8 +51,6 @@ def varlen_attention_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, contiguous."""
     dq, dk, dv = (x.new_empty(x.shape) for x in (query, key, value))
-    query, key, value, dout = unit_rows(query), unit_rows(key), unit_rows(value), unit_rows(dout)
-    ends = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
-    dropout = dropout_of(seed, dropout_p)
-    backward(dout, query, key, value, mask_of(None, ()), *ends, out, stats, dq, dk, dv, dropout, is_causal, scale)
+    call = call_of(query, key, value, NO_MASK, cu_seqlens_q, cu_seqlens_k, seed, dropout_p, is_causal, scale)
+    backward(call, dout, out, stats, dq, dk, dv)
     return dq, dk, dv

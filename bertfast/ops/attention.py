@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bertfast import reference
 from bertfast.backends import FLOAT, HALF, Capability, choose, describe, needs_grad, register
-from bertfast.dropout import check_probability, dropout_mask, new_seed
+from bertfast.dropout import check_probability, dropout_mask, seed_for
 from bertfast.kernels.tiles import MAX_HEAD_DIM
 from bertfast.ops._autocast import to_autocast
 from bertfast.ops._checks import check_device, check_rank, check_required, check_same_dtype, check_tensors
@@ -38,14 +38,14 @@ def causal_mask(s_q: int, s_k: int, device: torch.device, bottom_right: bool = F
     return torch.ones(s_q, s_k, dtype=torch.bool, device=device).tril(s_k - s_q if bottom_right else 0)
 
 
-def _bias_like(attn_mask: Tensor, query: Tensor) -> Tensor:
-    """A float mask in the query's dtype; finite values stay finite, so that they remain arithmetic (fp32's lowest
-    number would become -inf in half precision and mask what it should only weigh)."""
-    limits = torch.finfo(query.dtype)
+def _bias_as(attn_mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A float mask in another dtype; finite values stay finite, so that they remain arithmetic (fp32's lowest number
+    would become -inf in half precision and mask what it should only weigh)."""
+    limits = torch.finfo(dtype)
     if torch.finfo(attn_mask.dtype).max <= limits.max:
-        return attn_mask.to(query.dtype)
+        return attn_mask.to(dtype)
     finite = attn_mask.clamp(limits.min, limits.max)
-    return torch.where(attn_mask.isinf(), attn_mask, finite).to(query.dtype)
+    return torch.where(attn_mask.isinf(), attn_mask, finite).to(dtype)
 
 
 def sdpa(
@@ -71,7 +71,7 @@ def sdpa(
             attn_mask = attn_mask.masked_fill(~visible, -math.inf)
         is_causal = False
     if attn_mask is not None and attn_mask.dtype != torch.bool:
-        attn_mask = _bias_like(attn_mask, query)
+        attn_mask = _bias_as(attn_mask, query.dtype)
     if dropout_p > 0.0 and seed is not None:
         batch, heads, s_q, _ = query.shape
         if enable_gqa:
@@ -98,9 +98,12 @@ def _fwd_fake(query, key, value, attn_mask, seed, dropout_p, is_causal, scale):
     return out, query.new_empty((2, batch, heads, s_q), dtype=torch.float32)
 
 
-def _bwd_fake(dout, query, key, value, attn_mask, seed, out, stats, dropout_p, is_causal, scale, need_dmask):
-    dmask = attn_mask.new_empty(attn_mask.shape) if need_dmask else dout.new_empty(0)
-    return *(x.new_empty(x.shape) for x in (query, key, value)), dmask
+def _bwd_fake(dout, query, key, value, attn_mask, seed, out, stats, dropout_p, is_causal, scale):
+    return *(x.new_empty(x.shape) for x in (query, key, value)), stats.new_empty(stats.shape[1:])
+
+
+def _mask_bwd_fake(dout, query, key, value, attn_mask, seed, stats, delta, dropout_p, is_causal, scale):
+    return attn_mask.new_empty(attn_mask.shape)
 
 
 _FWD = define(
@@ -114,11 +117,18 @@ _FWD = define(
 _BWD = define(
     "attention_bwd",
     "(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? seed, Tensor out, Tensor stats,"
-    " float dropout_p, bool is_causal, float scale, bool need_dmask)"
-    " -> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dmask)",
+    " float dropout_p, bool is_causal, float scale) -> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor delta)",
     _bwd_fake,
     ("triton",),
     launcher="attention_bwd",
+)
+_MASK_BWD = define(
+    "attention_mask_bwd",
+    "(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor attn_mask, Tensor? seed, Tensor stats, Tensor delta,"
+    " float dropout_p, bool is_causal, float scale) -> Tensor",
+    _mask_bwd_fake,
+    ("triton",),
+    launcher="attention_mask_bwd",
 )
 
 
@@ -134,28 +144,25 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        need_dmask = ctx.needs_input_grad[3]
-        dq, dk, dv, dmask = once("attention", _BWD[ctx.backend])(dout, *ctx.saved_tensors, *ctx.settings, need_dmask)
-        return dq, dk, dv, dmask if need_dmask else None, *(None,) * 5
+        query, key, value, attn_mask, seed, out, stats = ctx.saved_tensors
+        call = once("attention", _BWD[ctx.backend])
+        dq, dk, dv, delta = call(dout, query, key, value, attn_mask, seed, out, stats, *ctx.settings)
+        dmask = None
+        if ctx.needs_input_grad[3]:
+            call = once("attention", _MASK_BWD[ctx.backend])
+            dmask = call(dout, query, key, value, attn_mask, seed, stats, delta, *ctx.settings)
+        return dq, dk, dv, dmask, *(None,) * 5
 
 
 def _fused(backend, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, seed):
-    seed = fused_seed(query, dropout_p, seed)
+    seed = seed_for(dropout_p, seed, query.device)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if attn_mask is not None and attn_mask.dtype == torch.float64:
-        limits = torch.finfo(torch.float32)
-        attn_mask = torch.where(attn_mask.isinf(), attn_mask, attn_mask.clamp(limits.min, limits.max)).float()
+        attn_mask = _bias_as(attn_mask, torch.float32)
     if needs_grad(query, key, value, attn_mask):
         tensors = distinct(query, key, value, attn_mask)
         return _Attention.apply(*tensors, seed, dropout_p, is_causal, scale, backend)
     return _FWD[backend](query, key, value, attn_mask, seed, dropout_p, is_causal, scale)[0]
-
-
-def fused_seed(query: Tensor, dropout_p: float, seed: Tensor | None) -> Tensor | None:
-    """The seed that a kernel takes: None where nothing is dropped, the given one, or a new one."""
-    if dropout_p == 0.0:
-        return None
-    return new_seed(query.device) if seed is None else seed
 
 
 def _torch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, seed):

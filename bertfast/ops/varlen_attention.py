@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from bertfast.backends import FLOAT, HALF, Capability, choose, describe, needs_grad, register
-from bertfast.dropout import check_probability
+from bertfast.dropout import check_probability, seed_for
 from bertfast.kernels.tiles import MAX_HEAD_DIM
 from bertfast.ops._autocast import to_autocast
 from bertfast.ops._checks import check_device, check_required, check_same_dtype, check_tensors, values_are_checked
 from bertfast.ops._library import TRITON_DEVICES, define, triton_unavailable
 from bertfast.ops._once import distinct, once
-from bertfast.ops.attention import attention_features, check_attention_shapes, fused_seed, sdpa
+from bertfast.ops.attention import attention_features, check_attention_shapes, sdpa
 
 
 def _per_sequence(query, key, value, ends_q, ends_k, dropout_p, is_causal, scale):
@@ -144,7 +144,7 @@ class _VarlenAttention(torch.autograd.Function):
 
 
 def _fused(backend, query, key, value, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, scale, seed):
-    seed = fused_seed(query, dropout_p, seed)
+    seed = seed_for(dropout_p, seed, query.device)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if needs_grad(query, key, value):
         tensors = distinct(query, key, value, cu_q, cu_k)
