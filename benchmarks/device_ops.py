@@ -17,8 +17,9 @@ from bertfast.benchmarks import measure
 from bertfast.benchmarks.device_check import Report
 
 DTYPE = torch.bfloat16
-WIDTH, FEED_FORWARD = 768, 3072
+WIDTH, FEED_FORWARD, HEADS = 768, 3072, 12
 ROWS = (128, 1024, 4096, 16384)
+LENGTHS = (128, 512)
 # A case that is begun with less left would be cut short by the stage's limit.
 CASE_SECONDS = 4.0
 
@@ -45,11 +46,11 @@ def timings(report: Report) -> None:
     """Each op of the GPU's own backends against PyTorch's, forward, and forward with backward."""
     on_gpu = report.device == "cuda"
     stopwatch = measure.cuda_stopwatch if on_gpu else None
-    width, inner, rows = (WIDTH, FEED_FORWARD, ROWS) if on_gpu else (48, 96, (16,))
+    width, inner, rows, lengths = (WIDTH, FEED_FORWARD, ROWS, LENGTHS) if on_gpu else (48, 96, (16,), (8,))
     rounds, seconds = (15, 0.005) if on_gpu else (3, 0.001)
     peaks = _peaks(report, rounds, stopwatch)
     for m in rows:
-        for case in _cases(m, width, inner, report.device):
+        for case in (*_cases(m, width, inner, report.device), *_attention_cases(m, lengths, width, report.device)):
             if report.seconds_left() < CASE_SECONDS:
                 report.not_run(case.title, "out of time")
                 continue
@@ -135,6 +136,42 @@ def _cases(m: int, n: int, f: int, device: str) -> Iterator[OpTiming]:
         # Backward reads as much again and a gradient, and writes gradients as large as the inputs; two GEMMs for one.
         step = _with_backward(call, leaves)
         yield OpTiming(f"{op}{note} forward and backward ({m},{n})", op, step, 3 * size, 3 * flops)
+
+
+def _attention_cases(m: int, lengths: tuple[int, ...], n: int, device: str) -> Iterator[OpTiming]:
+    """m tokens in sequences of each length, and packed in lengths of which one of 16 is 8 times as long as the
+    others."""
+    heads = HEADS if n % HEADS == 0 else 4
+    qkv = torch.randn(m, 3, heads, n // heads, device=device).to(DTYPE).requires_grad_()
+
+    def attention(backend: str, length: int, dropout_p: float = 0.0):
+        q, k, v = qkv.view(-1, length, *qkv.shape[1:]).permute(2, 0, 3, 1, 4)
+        return ops.attention(q, k, v, dropout_p=dropout_p, backend=backend)
+
+    def varlen_attention(backend: str, ends: Tensor, longest: int):
+        return ops.varlen_attention(*qkv.unbind(1), ends, ends, longest, longest, backend=backend)
+
+    # q, k, v read and out written; and q, k, v, out and dout read and three gradients written.
+    size = m * n * qkv.element_size()
+    for length in (length for length in lengths if length <= m):
+        for note, dropout_p in (("", 0.0), (" with dropout", 0.1)):
+            call = partial(attention, length=length, dropout_p=dropout_p)
+            title = f"({m // length},{length})"
+            flops = 4 * m * length * n
+            yield OpTiming(f"attention{note} forward {title}", "attention", torch.no_grad()(call), 4 * size, flops)
+            step = _with_backward(call, (qkv,))
+            yield OpTiming(f"attention{note} forward and backward {title}", "attention", step, 12 * size, 7 * flops // 2)
+    unit = max(1, m // 23 // 16)
+    counts = [unit] * 15 * (m // (23 * unit)) + [8 * unit] * (m // (23 * unit))
+    counts.append(m - sum(counts))
+    ends = torch.tensor([0, *counts], device=device).cumsum(0).int()
+    call, flops = partial(varlen_attention, ends=ends, longest=max(counts)), 4 * n * sum(c * c for c in counts)
+    title = f"({len(counts)} sequences, {m} tokens)"
+    yield OpTiming(f"varlen_attention forward {title}", "varlen_attention", torch.no_grad()(call), 4 * size, flops)
+    step = _with_backward(call, (qkv,))
+    yield OpTiming(
+        f"varlen_attention forward and backward {title}", "varlen_attention", step, 12 * size, 7 * flops // 2
+    )
 
 
 def _with_backward(call: Callable[[str], object], leaves: tuple[Tensor, ...]) -> Callable[[str], object]:

@@ -246,13 +246,18 @@ def cases(op: str, small: bool) -> dict[str, Make]:
         "attention": {
             "BERT": lambda t: attention(4, 12, 128, 128, 64, t),
             "BERT, masked, one row without keys": lambda t: attention(4, 12, 128, 128, 64, t, mask="bool"),
+            "long": lambda t: attention(2, 12, 500, 515, 64, t),
+            "long, float mask, dropout": lambda t: attention(2, 3, 300, 270, 64, t, mask="float", **dropout),
             "float mask": lambda t: attention(2, 3, 65, 127, 32, t, mask="float"),
+            "widest head": lambda t: attention(2, 3, 65, 127, 256, t, mask="bool"),
             "causal": lambda t: attention(2, 3, 40, 77, 64, t, is_causal=True),
             "odd sizes": lambda t: attention(2, 3, 1, 63, 20, t, mask="bool"),
             "dropout": lambda t: attention(2, 3, 33, 65, 64, t, **dropout),
         },
         "varlen_attention": {
             "BERT": lambda t: varlen((128, 60, 1, 0, 97), 12, 64, t),
+            "long": lambda t: varlen((512, 300, 1, 333), 12, 64, t),
+            "many": lambda t: varlen((40,) * 150 + (512,), 12, 64, t),
             "causal": lambda t: varlen((33, 5, 64), 3, 64, t, is_causal=True),
             "odd head": lambda t: varlen((33, 5, 64), 3, 20, t),
             "dropout": lambda t: varlen((33, 5, 64), 3, 64, t, **dropout),

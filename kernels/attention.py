@@ -36,7 +36,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bertfast.dropout import STREAMS
 from bertfast.kernels import tiles
-from bertfast.kernels.common import dot, keep_mask, store_cast
+from bertfast.kernels.common import dot, keep_mask, store_cast, uniform
 from bertfast.kernels.gemm import input_precision
 from bertfast.kernels.launch import Dropout, Launcher, device_of, dropout_of
 
@@ -79,7 +79,7 @@ def sequence_of(cu_seqlens_ptr, i_block, sequences, total, BLOCK: tl.constexpr, 
         i_s += tl.sum(tl.where(own, o_s, 0))
         i_own += tl.sum(tl.where(own, i_block - (b_end - b_blocks) + 1, 0))
         before += tl.sum(b_blocks)
-    return i_s, i_own
+    return uniform(i_s), uniform(i_own)
 
 
 @triton.jit
@@ -436,6 +436,18 @@ class Call(NamedTuple):
         return self.query.shape[position], self.key.shape[position]
 
     @property
+    def means(self) -> tuple[int, int]:
+        """Queries and keys of a sequence, packed of the mean one."""
+        length_q, length_k = self.lengths
+        sequences = max(self.sequences, 1)
+        return length_q // sequences, length_k // sequences
+
+    @property
+    def crowded(self) -> bool:
+        """Whether registers hold more than scores: a mask's values for each of them, or dropout's random words."""
+        return self.mask.per_query or self.dropout.seed is not None
+
+    @property
     def rows(self) -> int:
         """Rows of the statistics: B H, or packed H."""
         return self.query.shape[1] * (self.query.shape[0] if self.cu_seqlens_q is None else 1)
@@ -462,10 +474,8 @@ def forward(call: Call, out: Tensor, stats: Tensor) -> None:
     heads, head_dim = query.shape[1], query.shape[-1]
     (length_q, length_k), sequences = call.lengths, call.sequences
     capability = device_of(query).capability
-    keys = length_k // max(sequences, 1)
-    tile = tiles.attention_fwd(
-        length_q // max(sequences, 1), keys, head_dim, query.element_size(), mask.per_query, capability
-    )
+    queries, keys = call.means
+    tile = tiles.attention_fwd(queries, head_dim, query.element_size(), call.crowded, capability)
     k_desc = v_desc = None
     if tiles.attention_descriptors(keys, query.element_size(), capability):
         k_desc, v_desc = (descriptor_of(x, tile.block_n, tile.block_d) for x in (key, value))

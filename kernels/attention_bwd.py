@@ -27,7 +27,6 @@ from bertfast.kernels.attention import (
     STREAM,
     Call,
     call_of,
-    load_block,
     load_rows,
     locate,
     mask_of,
@@ -199,8 +198,8 @@ def attention_bwd_kernel_dq(
     )  # fmt: skip
     b_dq = dot(store_cast(b_ds, b_k.dtype), b_k, tl.zeros((BLOCK_M, BLOCK_D), tl.float32), INPUT_PRECISION)
     for first in range(0, last, BLOCK_N):
-        b_k = load_block(None, k_ptr, i_b, i_h, begin_k, first, stride_k_n, D, BLOCK_N, BLOCK_D)
-        b_v = load_block(None, v_ptr, i_b, i_h, begin_k, first, stride_v_n, D, BLOCK_N, BLOCK_D)
+        b_k = load_rows(k_ptr, first + tl.arange(0, BLOCK_N), stride_k_n, length_k, False, D, BLOCK_D)
+        b_v = load_rows(v_ptr, first + tl.arange(0, BLOCK_N), stride_v_n, length_k, False, D, BLOCK_D)
         b_ds = score_gradients(
             b_q, b_dout, b_k, b_v, b_max, b_logsum, b_delta, mask_ptr, seed_ptr, o_m, first, stride_mask_m,
             stride_mask_n, length_q, length_k, offset, plane, scale, last_dropped, keep_scale,
@@ -361,8 +360,8 @@ def attention_bwd_kernel_dk_dv(
     if IS_CAUSAL:
         begin = tl.maximum(first_key - offset, 0) // BLOCK_M * BLOCK_M
     for first in range(begin, last, BLOCK_M):
-        b_q = load_block(None, q_ptr, i_b, i_h, begin_q, first, stride_q_m, D, BLOCK_M, BLOCK_D)
-        b_dout = load_block(None, dout_ptr, i_b, i_h, begin_q, first, stride_dout_m, D, BLOCK_M, BLOCK_D)
+        b_q = load_rows(q_ptr, first + tl.arange(0, BLOCK_M), stride_q_m, length_q, False, D, BLOCK_D)
+        b_dout = load_rows(dout_ptr, first + tl.arange(0, BLOCK_M), stride_dout_m, length_q, False, D, BLOCK_D)
         b_dk, b_dv = add_dk_dv(
             b_dk, b_dv, b_k, b_v, b_q, b_dout, mask_ptr, seed_ptr, stats_ptr, delta_ptr, first, o_n, stride_mask_m,
             stride_mask_n, stride_stats, length_q, length_k, offset, plane, first_key, scale, last_dropped, keep_scale,
@@ -385,13 +384,14 @@ def backward(call: Call, dout: Tensor, out: Tensor, stats: Tensor, dq: Tensor, d
     heads, head_dim = query.shape[1], query.shape[-1]
     length_q, length_k = call.lengths
     delta = stats.new_empty(stats.shape[1:])
-    facts = head_dim, query.element_size(), mask.per_query, device_of(query).capability
+    queries, keys = call.means
+    facts = head_dim, query.element_size(), call.crowded, device_of(query).capability
     dout = unit_rows(dout)
     inputs = query, call.key, call.value, mask.values, call.cu_seqlens_q, call.cu_seqlens_k, call.dropout.seed
     scale, dropout = call.scale * mask.scale, (call.dropout.last_dropped, call.dropout.scale)
     constants = mask.kind, mask.per_query, call.is_causal, input_precision(query.dtype), heads, head_dim
     if dq.numel() > 0:
-        tile = tiles.attention_bwd_dq(length_q // max(sequences, 1), *facts)
+        tile = tiles.attention_bwd_dq(queries, *facts)
         blocks = tiles.attention_blocks(length_q, tile.block_m, sequences)
         _dq(
             (blocks * call.rows,), *inputs, out, stats, dout, delta, dq,
@@ -401,7 +401,7 @@ def backward(call: Call, dout: Tensor, out: Tensor, stats: Tensor, dq: Tensor, d
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     if dk.numel() > 0:
-        tile = tiles.attention_bwd_dk_dv(length_k // max(sequences, 1), *facts)
+        tile = tiles.attention_bwd_dk_dv(keys, *facts)
         blocks = tiles.attention_blocks(length_k, tile.block_n, sequences)
         _dk_dv(
             (blocks * call.rows,), *inputs, stats, dout, delta, dk, dv,

@@ -50,6 +50,17 @@ def dot(a, b, acc, INPUT_PRECISION: tl.constexpr):
 
 
 @triton.jit
+def uniform(x):
+    """The int32 scalar x, known to be the same in all threads of a warp. Of reductions the assembler does not know, and
+    would make loops over them diverge: twice the code, and registers for both."""
+    if INTERPRETED:
+        return x
+    return tl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def keep_mask(seed, o_m, column, last_dropped, STREAM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Which elements of a tile dropout keeps (`bertfast.dropout` has the specification).
 

@@ -305,37 +305,72 @@ def attention_sequences(sequences: int) -> int:
 def attention_descriptors(keys: int, item_size: int, capability: int) -> bool:
     """Whether whole blocks of keys come by tensor descriptors, on 90 and 100: from 256 keys on, where each program
     loads three such blocks or more. A launch with descriptors costs the host some microseconds more."""
-    return item_size == 2 and 90 <= capability < 120 and keys >= 256
+    return item_size == 2 and _warpgroups(capability) and keys >= 256
 
 
-def _attention_tile(block_m, block_n, head_dim, num_warps, num_stages) -> AttentionTile:
+def _warpgroups(capability: int) -> bool:
+    """Whether matrix products are asynchronous, of 64 rows and more: `wgmma`, `tcgen05`."""
+    return 90 <= capability < 120
+
+
+def _attention_tile(block_m: int, block_n: int, head_dim: int, num_warps: int, num_stages: int) -> AttentionTile:
+    # 16 is the least that a matrix product takes.
     return AttentionTile(block_m, block_n, max(16, next_power_of_2(head_dim)), num_warps, num_stages)
 
 
-def attention_fwd(
-    queries: int, keys: int, head_dim: int, item_size: int, per_query: bool, capability: int
-) -> AttentionTile:
-    """Tile of attention's forward for sequences of `queries` and `keys`."""
+def attention_fwd(queries: int, head_dim: int, item_size: int, crowded: bool, capability: int) -> AttentionTile:
+    """Tile of attention's forward for sequences of `queries`; `crowded`: registers also hold a mask's values for each
+    score, or dropout's random words.
+
+    Head dims to 64, where BERT is: a thread has 32 scores, 16 halves of p and 32 sums of out, and two programs or more
+    share a multiprocessor, so that one's exponentials run beside the other's products.
+
+    * `wgmma` and `tcgen05`: 128 queries by two warpgroups read each key once for 128 queries. Long sequences ask L2 for
+      32 bytes a clock and multiprocessor at most; 64 queries would ask for 64, which no card has. Up to 64 queries take
+      one warpgroup. 3 stages of 16 KiB; 2 on 100, where a third spills.
+    * `mma.sync`: 64 queries by 4 warps, 16 each. 128 by 4 warps spill. 64 keys a step, or 32 where `crowded`.
+
+    Wider heads keep fewer scores (and on `mma.sync` fewer queries), because sums of out and the queries take what they
+    leave. fp32 runs on FMAs: small tiles, no pipeline.
+    """
     if item_size == 4:
         return _attention_tile(16 if queries <= 16 else 32, 32, head_dim, 4, 1)
+    if head_dim > 128 and (crowded or not _warpgroups(capability) or queries <= 16):
+        return _attention_tile(16, 32, head_dim, 4, 2)
     if queries <= 16:
-        return _attention_tile(16, 64 if head_dim <= 128 else 32, head_dim, 4, 2)
-    if head_dim > 128:
-        return _attention_tile(64, 32, head_dim, 4, 2)
-    if queries <= 64 or per_query or head_dim > 64:
-        return _attention_tile(64, 64, head_dim, 4, 2)
-    return _attention_tile(128, 64, head_dim, 4, 3)
+        return _attention_tile(16, 64, head_dim, 4, 2)
+    if _warpgroups(capability):
+        block_m, num_warps = (64, 4) if queries <= 64 else (128, 8)
+        if head_dim > 64:
+            return _attention_tile(block_m, 32 if crowded or head_dim > 128 else 64, head_dim, num_warps, 2)
+        return _attention_tile(block_m, 64, head_dim, num_warps, 3 if capability < 100 else 2)
+    block_n = 32 if crowded else 64
+    return _attention_tile(64 if head_dim <= 64 else 32, block_n, head_dim, 4, 2)
 
 
-def attention_bwd_dq(queries: int, head_dim: int, item_size: int, per_query: bool, capability: int) -> AttentionTile:
-    """Tile of the pass over keys that gives dq, for sequences of `queries`."""
+def attention_bwd_dq(queries: int, head_dim: int, item_size: int, crowded: bool, capability: int) -> AttentionTile:
+    """Tile of the pass over keys that gives dq, for sequences of `queries`: as `attention_fwd`'s, with half the keys
+    on `mma.sync`, because scores and their gradients are live together."""
     if item_size == 4:
         return _attention_tile(16 if queries <= 16 else 32, 32, head_dim, 4, 1)
+    if queries <= 16 or head_dim > 128:
+        return _attention_tile(16, 32, head_dim, 4, 2)
+    if _warpgroups(capability):
+        block_m, num_warps = (64, 4) if queries <= 64 else (128, 8)
+        return _attention_tile(block_m, 64 if head_dim <= 64 else 32, head_dim, num_warps, 2)
     return _attention_tile(64 if head_dim <= 64 else 32, 32, head_dim, 4, 2)
 
 
-def attention_bwd_dk_dv(keys: int, head_dim: int, item_size: int, per_query: bool, capability: int) -> AttentionTile:
-    """Tile of the pass over queries that gives dk and dv, for sequences of `keys`."""
+def attention_bwd_dk_dv(keys: int, head_dim: int, item_size: int, crowded: bool, capability: int) -> AttentionTile:
+    """Tile of the pass over queries that gives dk and dv, for sequences of `keys`.
+
+    Two sums, dk and dv, take 64 registers of a thread where keys are 16 a warp and head dims 64, so only 32 queries
+    a step fit beside them. Asynchronous products have their 64 rows in the keys.
+    """
     if item_size == 4:
         return _attention_tile(32, 16 if keys <= 16 else 32, head_dim, 4, 1)
-    return _attention_tile(32, 64 if head_dim <= 64 else 32, head_dim, 4, 2)
+    if head_dim > 64:
+        return _attention_tile(32, 32 if head_dim <= 128 else 16, head_dim, 4, 2)
+    if _warpgroups(capability) and keys > 64:
+        return _attention_tile(32, 128, head_dim, 8, 2)
+    return _attention_tile(32, 64 if _warpgroups(capability) or not crowded else 32, head_dim, 4, 2)

@@ -88,10 +88,9 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def _tile_rows(kernel) -> int:
-    names = kernel.src.fn.arg_names
-    values = {names[path[0]]: value for path, value in kernel.src.constants.items() if len(path) == 1}
-    return values.get("BLOCK_M", 0)
+def _tile_rows(ttir: str) -> int:
+    """Rows of the smallest left operand; 0 without a matrix product."""
+    return min(map(int, re.findall(r"\btt\.dot\b.* : tensor<(\d+)x", ttir)), default=0)
 
 
 def describe(kernel, name: str, call_name: str, target: int, aligned: bool, tf32: bool) -> Variant:
@@ -115,7 +114,8 @@ def describe(kernel, name: str, call_name: str, target: int, aligned: bool, tf32
         matrix="+".join(sorted(matrix)),
     )
     half = any("fp16" in str(kind) or "bf16" in str(kind) for kind in kernel.src.signature.values())
-    facts = Facts(half, len(re.findall(r"\btt\.dot\b", kernel.asm["ttir"])), _tile_rows(kernel), aligned, tf32)
+    ttir = kernel.asm["ttir"]
+    facts = Facts(half, len(re.findall(r"\btt\.dot\b", ttir)), _tile_rows(ttir), aligned, tf32)
     return Variant(row, facts, kernel.hash)
 
 

@@ -58,6 +58,9 @@ TESTS = {
     "linear_gelu": ("test_linear_gelu.py", "test_feed_forward.py"),
     "embed_layer_norm": ("test_embed_layer_norm.py",),
     "qkv_projection": ("test_qkv_projection.py", "test_weight_cache.py"),
+    "attention": ("test_attention_kernels.py", "test_attention.py", "test_varlen_attention.py"),
+    "attention_bwd": ("test_attention_kernels.py", "test_attention.py", "test_varlen_attention.py"),
+    "attention_mask_bwd": ("test_attention.py",),
 }
 
 COMPARISONS = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="}

@@ -150,6 +150,27 @@ def test_a_masked_key_never_wins(backend, kind):
     assert torch.equal(ops.attention(q, k, v, mask, scale=1.0, backend=backend), v[:, :, 1:])
 
 
+ACROSS_BLOCKS = {
+    "keys": lambda dtype: bools(2, 1, 1, 200),
+    "(q, k)": lambda dtype: bools(70, 200),
+    "left padding of a block and more": lambda dtype: torch.arange(200).ge(130).view(1, 1, 1, 200),
+    "right padding of a block and more": lambda dtype: torch.arange(200).lt(3).view(1, 1, 1, 200),
+    "bias of keys": lambda dtype: random(2, 1, 1, 200, dtype=dtype, seed=6),
+    "bias of queries": lambda dtype: random(1, 2, 70, 1, dtype=dtype, seed=6),
+    "bias": lambda dtype: random(1, 1, 70, 200, dtype=dtype, seed=6),
+    "none": lambda dtype: None,
+}
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", ACROSS_BLOCKS)
+@pytest.mark.parametrize(("backend", "dtype"), SERVED)
+def test_several_blocks_of_queries_and_keys(backend, dtype, name, is_causal, dropout_p):
+    settings = {"is_causal": is_causal, "dropout_p": dropout_p, "seed": seed_tensor()}
+    assert_parity(case(2, 2, 70, 200, 16, dtype, ACROSS_BLOCKS[name](dtype), **settings), backend)
+
+
 FULLY_MASKED = {
     "bool row of a batch": lambda dtype: torch.tensor([True, False]).view(2, 1, 1, 1).expand(2, 1, 1, 8),
     "bool row of queries": lambda dtype: bools(2, 1, 8, 8).index_fill(2, torch.tensor([2, 5]), False),

@@ -220,6 +220,61 @@ def test_update_pack(operator, dtype, bias):
     opcheck(operator, (*weights, torch.zeros(21, 8, dtype=dtype), bias_pack))
 
 
+def _attention_inputs(dtype, layout, s_q=5, s_k=7, heads=2, width=8):
+    query, key, value = (
+        LAYOUTS[layout](random(2, heads, length, width, dtype=dtype, seed=seed, grad=False))
+        for seed, length in ((1, s_q), (2, s_k), (3, s_k))
+    )
+    return query, key, value
+
+
+def _masks(dtype):
+    keep = torch.tensor([True, False, True, True, True, False, True])
+    return {"none": None, "bool": keep, "float": random(2, 1, 5, 7, dtype=dtype, seed=4, grad=False)}
+
+
+ATTENTION = [("none", 0.0, "contiguous"), ("bool", 0.3, "transposed"), ("float", 0.3, "contiguous")]
+
+
+@_each("attention_fwd")
+@pytest.mark.parametrize(("mask", "dropout_p", "layout"), ATTENTION)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention(operator, dtype, mask, dropout_p, layout):
+    inputs, mask = _attention_inputs(dtype, layout), _masks(dtype)[mask]
+    seed = seed_tensor() if dropout_p else None
+    settings = dropout_p, False, 0.25
+    opcheck(operator, (*inputs, mask, seed, *settings))
+    out, stats = operator(*inputs, mask, seed, *settings)
+    suffix = operator.__name__.removeprefix("attention_fwd")
+    backward = getattr(torch.ops.bertfast, f"attention_bwd{suffix}")
+    dout = LAYOUTS[layout](torch.randn_like(out))
+    opcheck(backward, (dout, *inputs, mask, seed, out, stats, *settings))
+    if mask is not None and mask.dtype != torch.bool:
+        delta = backward(dout, *inputs, mask, seed, out, stats, *settings)[-1]
+        gradient = getattr(torch.ops.bertfast, f"attention_mask_bwd{suffix}")
+        opcheck(gradient, (dout, *inputs, mask, seed, stats, delta, *settings))
+
+
+@_each("attention_fwd")
+def test_attention_of_nothing(operator):
+    inputs = _attention_inputs(torch.float32, "contiguous", s_q=0)
+    opcheck(operator, (*inputs, None, None, 0.0, False, 0.25))
+
+
+@_each("varlen_attention_fwd")
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_varlen_attention(operator, dtype, dropout_p):
+    inputs = random(9, 3, 2, 8, dtype=dtype, seed=1, grad=False).unbind(1)
+    ends = torch.tensor([0, 4, 4, 9], dtype=torch.int32)
+    seed = seed_tensor() if dropout_p else None
+    settings = dropout_p, True, 0.25
+    opcheck(operator, (*inputs, ends, ends, seed, *settings))
+    out, stats = operator(*inputs, ends, ends, seed, *settings)
+    backward = getattr(torch.ops.bertfast, operator.__name__.replace("_fwd", "_bwd"))
+    opcheck(backward, (torch.randn_like(out), *inputs, ends, ends, seed, out, stats, *settings))
+
+
 CHECKED = {
     "add_layer_norm_fwd": ("triton", "cpu"),
     "add_layer_norm_bwd": ("triton", "cpu"),
@@ -229,6 +284,11 @@ CHECKED = {
     "embed_layer_norm_bwd": ("triton",),
     "qkv_projection_fwd": ("triton",),
     "update_pack": ("triton",),
+    "attention_fwd": ("triton",),
+    "attention_bwd": ("triton",),
+    "attention_mask_bwd": ("triton",),
+    "varlen_attention_fwd": ("triton",),
+    "varlen_attention_bwd": ("triton",),
 }
 
 

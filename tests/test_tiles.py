@@ -223,3 +223,49 @@ def test_qkv_weights_are_packed_for_large_products_where_it_pays():
         assert packed == sorted(packed)
         assert any(packed) == (90 <= capability < 120)
     check_launchable(tiles.update_pack().block_m, tiles.update_pack().block_n, num_warps=tiles.update_pack().num_warps)
+
+
+HEAD_DIMS = [1, 8, 16, 20, 32, 48, 64, 72, 80, 96, 128, 160, 256]
+
+
+@pytest.mark.parametrize("capability", GEMM_CAPABILITIES)
+@pytest.mark.parametrize("crowded", [False, True])
+@pytest.mark.parametrize("item_size", [2, 4])
+@pytest.mark.parametrize("table", [tiles.attention_fwd, tiles.attention_bwd_dq, tiles.attention_bwd_dk_dv])
+def test_attention_tiles(table, item_size, crowded, capability):
+    for head_dim in HEAD_DIMS:
+        for length in (1, 16, 17, 64, 65, 512, 4096):
+            tile = table(length, head_dim, item_size, crowded, capability)
+            check_launchable(tile.block_m, tile.block_n, num_warps=tile.num_warps)
+            assert head_dim <= tile.block_d < max(2 * head_dim, 17) and is_power_of_2(tile.block_d)
+            # 16 is the least that each side of a matrix product takes, and dropout's words come in fours.
+            assert min(tile.block_m, tile.block_n, tile.block_d) >= 16
+            # Keys and values of each stage, and the queries.
+            kib = (2 * tile.num_stages * tile.block_n + 2 * tile.block_m) * tile.block_d * item_size / 1024
+            assert kib <= tiles.SHARED_KIB[capability]
+
+
+@pytest.mark.parametrize("capability", GEMM_CAPABILITIES)
+def test_lengths_make_few_tiles_of_attention(capability):
+    """Each tile is another variant to compile."""
+    for table in (tiles.attention_fwd, tiles.attention_bwd_dq, tiles.attention_bwd_dk_dv):
+        assert len({table(length, 64, 2, False, capability) for length in range(1, 2000)}) <= 3
+
+
+def test_descriptors_are_for_long_sequences_of_half_precision_where_the_card_has_them():
+    assert tiles.attention_descriptors(512, 2, 90) and tiles.attention_descriptors(256, 2, 100)
+    assert not tiles.attention_descriptors(255, 2, 90)
+    assert not tiles.attention_descriptors(512, 4, 90)
+    assert not tiles.attention_descriptors(512, 2, 80) and not tiles.attention_descriptors(512, 2, 120)
+
+
+@pytest.mark.parametrize("lengths", [[1], [64], [65], [64, 64], [0, 0], [1, 0, 65], [40] * 511 + [512]], ids=len)
+def test_packed_blocks_are_enough_and_few(lengths):
+    for block in (16, 64, 128):
+        useful = sum(tiles.cdiv(length, block) for length in lengths)
+        launched = tiles.attention_blocks(sum(lengths), block, len(lengths))
+        assert useful <= launched <= sum(lengths) // block + len(lengths)
+
+
+def test_padded_blocks():
+    assert [tiles.attention_blocks(length, 64, 0) for length in (1, 64, 65)] == [1, 1, 2]

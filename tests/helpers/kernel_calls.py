@@ -14,7 +14,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bertfast.kernels import bias_activation, embed_layer_norm, layer_norm, linear_gelu, qkv_projection
+from bertfast.kernels import (
+    attention,
+    attention_bwd,
+    attention_mask_bwd,
+    bias_activation,
+    embed_layer_norm,
+    layer_norm,
+    linear_gelu,
+    qkv_projection,
+    varlen_attention,
+)
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -275,4 +285,114 @@ def _qkv_projection_calls() -> list[Call]:
     ]
 
 
-CALLS = [*_layer_norm_calls(), *_embed_layer_norm_calls(), *_linear_gelu_calls(), *_qkv_projection_calls()]
+HEADS = 12
+
+
+def _attention(
+    rows: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    keys: int | None = None,
+    mask: tuple[int, ...] | None = None,
+    mask_dtype: torch.dtype = torch.bool,
+    train: bool = True,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    aligned: bool = True,
+) -> None:
+    """Two sequences of `rows` queries, and of `keys` keys, or as many; a mask of shape `mask` whose dimensions above 1
+    are those of the scores."""
+    keys = keys or rows
+
+    def make(length: int) -> Tensor:
+        return fresh(2, length, HEADS, head_dim, dtype=dtype, aligned=aligned).transpose(1, 2)
+
+    query, key, value = make(rows), make(keys), make(keys)
+    if mask is not None:
+        whole = (2, HEADS, rows, keys)
+        mask = fresh(*(1 if own == 1 else size for own, size in zip(mask, whole, strict=True)), dtype=mask_dtype)
+    seed = torch.zeros(1, dtype=torch.int64) if dropout_p else None
+    settings = dropout_p, is_causal, head_dim**-0.5
+    out, stats = attention.attention_fwd(query, key, value, mask, seed, *settings)
+    if train:
+        dout = make(rows)
+        *_, delta = attention_bwd.attention_bwd(dout, query, key, value, mask, seed, out, stats, *settings)
+        if mask is not None and mask.is_floating_point():
+            attention_mask_bwd.attention_mask_bwd(dout, query, key, value, mask, seed, stats, delta, *settings)
+
+
+def _varlen_attention(
+    rows: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    sequences: int,
+    train: bool = False,
+    dropout_p: float = 0.0,
+    aligned: bool = True,
+) -> None:
+    """`sequences` of `rows` tokens each, as views of one packed projection."""
+    total = rows * sequences
+    views = fresh(total, 3, HEADS, head_dim, dtype=dtype, aligned=aligned).unbind(1)
+    ends = torch.arange(sequences + 1, dtype=torch.int32) * rows
+    seed = torch.zeros(1, dtype=torch.int64) if dropout_p else None
+    settings = dropout_p, False, head_dim**-0.5
+    out, stats = varlen_attention.varlen_attention_fwd(*views, ends, ends, seed, *settings)
+    if train:
+        varlen_attention.varlen_attention_bwd(out, *views, ends, ends, seed, out, stats, *settings)
+
+
+def _attention_calls() -> list[Call]:
+    def padded(name: str, rows: int, head_dim: int, dtype: torch.dtype, *, most: int | None = None, **how) -> Call:
+        return Call(
+            f"attention {rows} x {head_dim} {name}",
+            partial(_attention, head_dim=head_dim, dtype=dtype, **how),
+            rows=rows,
+            targets=GEMM_TARGETS,
+            aligned=how.get("aligned", True),
+            most_variants=most,
+        )
+
+    def packed(name: str, rows: int, dtype: torch.dtype, *, most: int | None = None, **how) -> Call:
+        return Call(
+            f"varlen_attention {rows} x 64 {name}",
+            partial(_varlen_attention, head_dim=64, dtype=dtype, **how),
+            rows=rows,
+            targets=GEMM_TARGETS,
+            aligned=how.get("aligned", True),
+            most_variants=most,
+        )
+
+    of_keys, of_scores = (2, 1, 1, 2), (2, HEADS, 2, 2)
+    worst = dict(mask=of_scores, mask_dtype=BF16, dropout_p=0.1)
+    return [
+        padded("bf16 inference", 512, 64, BF16, train=False),
+        padded("bf16 training", 512, 64, BF16, mask=of_keys, dropout_p=0.1),
+        padded("bf16 training without dropout", 512, 64, BF16, mask=of_keys),
+        padded("bf16 training with a bias", 512, 64, BF16, **worst),
+        padded("bf16 bias of keys", 512, 64, BF16, mask=of_keys, mask_dtype=BF16),
+        padded("fp16 causal", 512, 64, FP16, is_causal=True),
+        padded("bf16 unaligned", 512, 64, BF16, train=False, aligned=False),
+        padded("bf16 training", 128, 32, BF16, mask=of_keys, dropout_p=0.1),
+        padded("bf16 training", 16, 64, BF16, mask=of_keys, dropout_p=0.1),
+        padded("bf16 training with a bias", 512, 80, BF16, **worst),
+        padded("bf16 training with a bias", 512, 256, BF16, **worst),
+        padded("bf16 inference", 512, 128, BF16, train=False),
+        padded("bf16 inference", 512, 256, BF16, train=False),
+        padded("fp32 training", 128, 64, FP32, mask=of_keys, dropout_p=0.1),
+        padded("fp32 training with a bias", 128, 64, FP32, mask=of_scores, mask_dtype=FP32),
+        packed("bf16 inference", 40, BF16, sequences=100, most=6),
+        packed("bf16 inference", 512, BF16, sequences=4),
+        packed("bf16 training", 512, BF16, sequences=4, train=True, dropout_p=0.1),
+        packed("bf16 training without dropout", 128, BF16, sequences=4, train=True),
+    ]
+
+
+CALLS = [
+    *_layer_norm_calls(),
+    *_embed_layer_norm_calls(),
+    *_linear_gelu_calls(),
+    *_qkv_projection_calls(),
+    *_attention_calls(),
+]

@@ -1,0 +1,146 @@
+"""What attention's Triton kernels promise beyond parity: which program takes what, memory, and launches."""
+
+import importlib
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bertfast import nn, ops, use_backend
+from bertfast.kernels import tiles
+from helpers.op_cases import random, seed_tensor
+from helpers.poison import poisoned_memory  # noqa: F401
+
+attention = importlib.import_module("bertfast.kernels.attention")
+launch = importlib.import_module("bertfast.kernels.launch")
+
+pytestmark = [
+    pytest.mark.usefixtures("poisoned_memory"),
+    pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="TRITON_INTERPRET is 0"),
+]
+
+
+@triton.jit
+def sequence_of_kernel(out_ptr, cu_seqlens_ptr, sequences, total, BLOCK: tl.constexpr, SEQUENCES: tl.constexpr):
+    i_block = tl.program_id(0)
+    i_s, i_own = attention.sequence_of(cu_seqlens_ptr, i_block, sequences, total, BLOCK, SEQUENCES)
+    tl.store(out_ptr + 2 * i_block, i_s)
+    tl.store(out_ptr + 2 * i_block + 1, i_own)
+
+
+def blocks_of(lengths, block=16, step=64):
+    """(sequence, block) of every program, in their order."""
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    launched = tiles.attention_blocks(sum(lengths), block, len(lengths))
+    out = torch.full((launched, 2), -9, dtype=torch.int32)
+    sequence_of_kernel[(launched,)](out, ends, len(lengths), sum(lengths), block, step)
+    return [tuple(row) for row in out.tolist()]
+
+
+LENGTHS = {
+    "one": [1],
+    "a block": [16],
+    "more than a block": [17],
+    "multiples": [16, 32, 48],
+    "zeros": [0, 5, 0, 0, 33, 0],
+    "equal": [40] * 9,
+    "one long": [4, 5, 6, 130, 4, 3],
+    "more than a step of sequences": [3, 70, *([5] * 80), 64, 0, 1],
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_every_block_of_every_sequence_has_one_program(name):
+    lengths = LENGTHS[name]
+    found = [(sequence, block) for sequence, block in blocks_of(lengths) if block >= 0]
+    assert sorted(found) == [(s, i) for s, length in enumerate(lengths) for i in range(-(-length // 16))]
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_long_sequences_come_first(name):
+    lengths = LENGTHS[name]
+    long = [lengths[s] > 2 * (sum(lengths) // len(lengths)) for s, block in blocks_of(lengths) if block >= 0]
+    assert long == sorted(long, reverse=True)
+
+
+def test_lengths_cost_what_their_tokens_cost():
+    """511 sequences of 40 tokens and one of 512: padded to the longest, they would take 4,096 blocks of 64."""
+    lengths = [40] * 300 + [512] + [40] * 211
+    found = blocks_of(lengths, 64, 1024)
+    useful = [item for item in found if item[1] >= 0]
+    assert len(useful) == 511 + 8
+    assert len(found) <= sum(lengths) // 64 + 512
+    assert useful[:8] == [(300, i) for i in range(8)]
+
+
+@pytest.mark.parametrize("ends", [[5, 3, 40], [-7, 10, 99], [0, 99, 20], [0, 0, 0], [33, 33, 33]])
+def test_wrong_ends_stay_inside_the_tensor(ends):
+    """Where nobody has looked at them, as in a CUDA graph. `helpers.bounds` holds reads and writes to their memory."""
+    qkv = random(33, 3, 2, 16, dtype=torch.float32, seed=1, grad=False).requires_grad_()
+    ends = torch.tensor(ends, dtype=torch.int32)
+    from bertfast.kernels.varlen_attention import varlen_attention_bwd, varlen_attention_fwd
+
+    views = [view.detach() for view in qkv.unbind(1)]
+    out, stats = varlen_attention_fwd(*views, ends, ends, None, 0.0, False, 0.25)
+    varlen_attention_bwd(torch.ones_like(out), *views, ends, ends, None, out, stats, 0.0, False, 0.25)
+
+
+def allocated(function):
+    """Bytes that a call allocates in all."""
+    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        function()
+    return sum(event.self_cpu_memory_usage for event in profile.events() if event.self_cpu_memory_usage > 0)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+def test_memory_grows_with_the_length(dropout_p, biased):
+    def train(length):
+        q, k, v = (random(1, 2, length, 16, dtype=torch.float32, seed=seed) for seed in range(3))
+        bias = random(1, 1, 1, length, dtype=torch.float32, seed=4) if biased else None
+        seed = seed_tensor()
+        return lambda: (
+            ops.attention(q, k, v, bias, dropout_p, backend="triton", _seed=seed).backward(torch.ones_like(q))
+        )
+
+    train(64)()
+    short, long = (allocated(train(length)) for length in (64, 256))
+    assert 0 < long < 4.2 * short
+    # q, k, v, out, their gradients and the cotangent's copy, and three rows of statistics.
+    assert long <= 256 * 2 * (9 * 16 + 4) * 4
+
+
+class Launches(TorchDispatchMode):
+    """Ops that write new memory: `count`, and the bytes of their outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.bytes = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view and func._opname not in ("view", "detach", "_unsafe_view", "empty", "t"):
+            self.names.append(func._opname)
+            results = out if isinstance(out, (tuple, list)) else (out,)
+            self.bytes += sum(t.untyped_storage().nbytes() for t in results if isinstance(t, torch.Tensor))
+        return out
+
+
+def test_a_packed_layer_is_seven_launches_and_copies_nothing(monkeypatch):
+    width, lengths = 64, [5, 9, 3]
+    layer = nn.BertEncoderLayer(width, 4, 4 * width).eval()
+    tokens = sum(lengths)
+    x = random(1, tokens, width, dtype=torch.float32, seed=1, grad=False)
+    ends = torch.tensor([0, 5, 14, 17], dtype=torch.int32)
+    counted = []
+    real = launch.Launcher.__call__
+    monkeypatch.setattr(launch.Launcher, "__call__", lambda self, *a, **o: counted.append(self) or real(self, *a, **o))
+    with torch.no_grad(), use_backend("triton", "torch"), Launches() as record:
+        layer(x, cu_seqlens=ends, max_seqlen=9)
+    kernels = [name for name in record.names if not name.endswith("_triton")]
+    assert len(record.names) == 7 and len(kernels) == 2 and len(counted) == 5, record.names
+    # qkv, context, its projection, sum, intermediate, its projection, sum; and statistics.
+    statistics = tokens * (2 * 4 + 2 * 2)
+    assert record.bytes == 4 * (tokens * width * (3 + 1 + 1 + 1 + 4 + 1 + 1) + statistics)
