@@ -359,7 +359,8 @@ def attention_bwd_kernel_dk_dv(
     begin = 0
     if IS_CAUSAL:
         begin = tl.maximum(first_key - offset, 0) // BLOCK_M * BLOCK_M
-    for first in range(begin, last, BLOCK_M):
+    # Of wide heads, keys and values as operands would be kept in registers for the whole loop, and spill.
+    for first in tl.range(begin, last, BLOCK_M, disable_licm=D > 64):
         b_q = load_rows(q_ptr, first + tl.arange(0, BLOCK_M), stride_q_m, length_q, False, D, BLOCK_D)
         b_dout = load_rows(dout_ptr, first + tl.arange(0, BLOCK_M), stride_dout_m, length_q, False, D, BLOCK_D)
         b_dk, b_dv = add_dk_dv(

@@ -134,7 +134,7 @@ def attention_mask_bwd(
     dout, query = unit_rows(dout), call.query
     own_b, own_h, own_m, own_n = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
     sum_m, sum_n = own_m == 1 and s_q > 1, own_n == 1 and s_k > 1
-    tile = tiles.attention_bwd_dq(s_q, head_dim, query.element_size(), True, device_of(query).capability)
+    tile = tiles.attention_mask_bwd(s_q, head_dim, query.element_size(), device_of(query).capability)
     blocks_m, blocks_n = tiles.cdiv(s_q, tile.block_m), tiles.cdiv(s_k, tile.block_n)
     _mask(
         (own_b * own_h * (1 if sum_m else blocks_m) * (1 if sum_n else blocks_n),),

@@ -318,9 +318,14 @@ def _attention_tile(block_m: int, block_n: int, head_dim: int, num_warps: int, n
     return AttentionTile(block_m, block_n, max(16, next_power_of_2(head_dim)), num_warps, num_stages)
 
 
+def _fp32_attention_tile(head_dim: int) -> AttentionTile:
+    """fp32 runs on FMAs, which keep operands in registers: small tiles, many warps, no pipeline."""
+    return _attention_tile(32, 32, head_dim, 8, 1) if head_dim <= 64 else _attention_tile(16, 16, head_dim, 8, 1)
+
+
 def attention_fwd(queries: int, head_dim: int, item_size: int, crowded: bool, capability: int) -> AttentionTile:
     """Tile of attention's forward for sequences of `queries`; `crowded`: registers also hold a mask's values for each
-    score, or dropout's random words.
+    score, dropout's random words, or unaligned rows.
 
     Head dims to 64, where BERT is: a thread has 32 scores, 16 halves of p and 32 sums of out, and two programs or more
     share a multiprocessor, so that one's exponentials run beside the other's products.
@@ -331,10 +336,10 @@ def attention_fwd(queries: int, head_dim: int, item_size: int, crowded: bool, ca
     * `mma.sync`: 64 queries by 4 warps, 16 each. 128 by 4 warps spill. 64 keys a step, or 32 where `crowded`.
 
     Wider heads keep fewer scores (and on `mma.sync` fewer queries), because sums of out and the queries take what they
-    leave. fp32 runs on FMAs: small tiles, no pipeline.
+    leave.
     """
     if item_size == 4:
-        return _attention_tile(16 if queries <= 16 else 32, 32, head_dim, 4, 1)
+        return _fp32_attention_tile(head_dim)
     if head_dim > 128 and (crowded or not _warpgroups(capability) or queries <= 16):
         return _attention_tile(16, 32, head_dim, 4, 2)
     if queries <= 16:
@@ -342,7 +347,8 @@ def attention_fwd(queries: int, head_dim: int, item_size: int, crowded: bool, ca
     if _warpgroups(capability):
         block_m, num_warps = (64, 4) if queries <= 64 else (128, 8)
         if head_dim > 64:
-            return _attention_tile(block_m, 32 if crowded or head_dim > 128 else 64, head_dim, num_warps, 2)
+            block_n = 32 if crowded or head_dim > 128 or queries <= 64 else 64
+            return _attention_tile(block_m, block_n, head_dim, num_warps, 2)
         return _attention_tile(block_m, 64, head_dim, num_warps, 3 if capability < 100 else 2)
     block_n = 32 if crowded else 64
     return _attention_tile(64 if head_dim <= 64 else 32, block_n, head_dim, 4, 2)
@@ -350,27 +356,51 @@ def attention_fwd(queries: int, head_dim: int, item_size: int, crowded: bool, ca
 
 def attention_bwd_dq(queries: int, head_dim: int, item_size: int, crowded: bool, capability: int) -> AttentionTile:
     """Tile of the pass over keys that gives dq, for sequences of `queries`: as `attention_fwd`'s, with half the keys
-    on `mma.sync`, because scores and their gradients are live together."""
+    on `mma.sync`, because scores and their gradients are live together. Wide heads on `mma.sync` have two warps for
+    the same queries, each with half of dq."""
     if item_size == 4:
-        return _attention_tile(16 if queries <= 16 else 32, 32, head_dim, 4, 1)
+        return _fp32_attention_tile(head_dim)
     if queries <= 16 or head_dim > 128:
-        return _attention_tile(16, 32, head_dim, 4, 2)
-    if _warpgroups(capability):
-        block_m, num_warps = (64, 4) if queries <= 64 else (128, 8)
-        return _attention_tile(block_m, 64 if head_dim <= 64 else 32, head_dim, num_warps, 2)
-    return _attention_tile(64 if head_dim <= 64 else 32, 32, head_dim, 4, 2)
+        return _attention_tile(16, 32, head_dim, 4 if head_dim <= 128 else 8, 2)
+    if not _warpgroups(capability):
+        return _attention_tile(64, 32, head_dim, 4, 2) if head_dim <= 64 else _attention_tile(32, 32, head_dim, 8, 2)
+    if head_dim > 64 and crowded:
+        return _attention_tile(128, 16, head_dim, 8, 2)
+    block_m, num_warps = (64, 4) if queries <= 64 else (128, 8)
+    return _attention_tile(block_m, 64 if head_dim <= 64 else 32, head_dim, num_warps, 2)
 
 
 def attention_bwd_dk_dv(keys: int, head_dim: int, item_size: int, crowded: bool, capability: int) -> AttentionTile:
     """Tile of the pass over queries that gives dk and dv, for sequences of `keys`.
 
     Two sums, dk and dv, take 64 registers of a thread where keys are 16 a warp and head dims 64, so only 32 queries
-    a step fit beside them. Asynchronous products have their 64 rows in the keys.
+    a step fit beside them. Asynchronous products have their 64 rows in the keys. Wide heads split the sums among 8
+    warps; what `mma.sync` then holds of keys and values leaves room for 16 queries a step. 100 has its sums in tensor
+    memory.
     """
     if item_size == 4:
-        return _attention_tile(32, 16 if keys <= 16 else 32, head_dim, 4, 1)
-    if head_dim > 64:
-        return _attention_tile(32, 32 if head_dim <= 128 else 16, head_dim, 4, 2)
-    if _warpgroups(capability) and keys > 64:
-        return _attention_tile(32, 128, head_dim, 8, 2)
-    return _attention_tile(32, 64 if _warpgroups(capability) or not crowded else 32, head_dim, 4, 2)
+        return _fp32_attention_tile(head_dim)
+    if head_dim <= 64:
+        if _warpgroups(capability) and keys > 64:
+            return _attention_tile(32, 128, head_dim, 8, 2)
+        return _attention_tile(32, 64 if _warpgroups(capability) or not crowded else 32, head_dim, 4, 2)
+    if _warpgroups(capability) and capability >= 100:
+        wide = head_dim > 128 or keys <= 64
+        return _attention_tile(32, 64 if wide else 128, head_dim, 8, 2)
+    if head_dim > 128:
+        return _attention_tile(16, 16, head_dim, 8, 1)
+    if _warpgroups(capability):
+        return _attention_tile(16, 64 if crowded or keys <= 64 else 128, head_dim, 8, 2)
+    return _attention_tile(16 if crowded else 32, 32, head_dim, 8, 2)
+
+
+def attention_mask_bwd(queries: int, head_dim: int, item_size: int, capability: int) -> AttentionTile:
+    """Tile of the float mask's gradient, for `queries`: every step reads queries, keys and mask anew, and adds to one
+    sum of the scores' shape."""
+    if item_size == 4:
+        return _fp32_attention_tile(head_dim)
+    if queries <= 16 or head_dim > 128 or (head_dim > 64 and not _warpgroups(capability)):
+        return _attention_tile(16, 32, head_dim, 8 if head_dim > 128 else 4, 1)
+    if _warpgroups(capability):
+        return _attention_tile(128, 32 if head_dim <= 64 else 16, head_dim, 8, 1)
+    return _attention_tile(64, 32, head_dim, 4, 1)

@@ -3,6 +3,8 @@
 import importlib.util
 import inspect
 import os
+import re
+from collections import defaultdict
 
 # Before anything imports Triton, whose own functions are interpreted or compiled from then on.
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -16,6 +18,8 @@ def _mend_interpreter() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
+    # A fifth of the time, for overflows that no test's tensors are large enough for.
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     replace = interpreter._patch_lang
     running = interpreter._LangPatchScope()
 
@@ -34,3 +38,26 @@ def _mend_interpreter() -> None:
 
 if os.environ["TRITON_INTERPRET"] != "0" and importlib.util.find_spec("triton"):
     _mend_interpreter()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--every-dtype", action="store_true", help="also run what `dtypes_in_turn` leaves out")
+
+
+def pytest_collection_modifyitems(config, items):
+    """`dtypes_in_turn`: interpreted, a case takes half a second. Of cases that differ in the dtype alone, one is run,
+    of each dtype in turn, where a function has more than a dozen."""
+    if config.getoption("--every-dtype"):
+        return
+    functions = defaultdict(lambda: defaultdict(list))
+    for item in items:
+        if item.get_closest_marker("dtypes_in_turn") and getattr(item, "callspec", None):
+            if item.callspec.params.get("backend") == "triton" and "dtype" in item.callspec.params:
+                functions[item.originalname][re.sub(r"\bdtype\d+\b", "", item.name)].append(item)
+    left_out = set()
+    for cases in functions.values():
+        if sum(map(len, cases.values())) > 12:
+            for turn, same in enumerate(cases.values()):
+                left_out.update(item for i, item in enumerate(same) if i != turn % len(same))
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]

@@ -14,7 +14,7 @@ from helpers.op_cases import ALL_DTYPES, Attention, backends_for, random, seed_t
 from helpers.poison import LAYOUTS, poisoned_memory  # noqa: F401
 from helpers.tolerance import assert_parity, random_cotangents
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
+pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.dtypes_in_turn]
 
 SERVED = backends_for("attention")
 EVERY = backends_for("attention", ALL_DTYPES)
@@ -121,6 +121,8 @@ def test_masks_of_another_dtype(backend, dtype, of):
     assert_parity(case(2, 3, 9, 11, 16, dtype, mask), backend)
 
 
+# Of keys beyond the sequence, in rows that are not stored.
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 @pytest.mark.parametrize("of", [None, torch.float32])
 @pytest.mark.parametrize(("backend", "dtype"), EVERY)
 def test_huge_finite_biases_are_arithmetic(backend, dtype, of):

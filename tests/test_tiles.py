@@ -246,6 +246,18 @@ def test_attention_tiles(table, item_size, crowded, capability):
 
 
 @pytest.mark.parametrize("capability", GEMM_CAPABILITIES)
+@pytest.mark.parametrize("item_size", [2, 4])
+def test_attention_mask_tiles(item_size, capability):
+    for head_dim in HEAD_DIMS:
+        for queries in (1, 16, 17, 64, 65, 512, 4096):
+            tile = tiles.attention_mask_bwd(queries, head_dim, item_size, capability)
+            check_launchable(tile.block_m, tile.block_n, num_warps=tile.num_warps)
+            assert tile.block_d >= head_dim and min(tile.block_m, tile.block_n, tile.block_d) >= 16
+            kib = 2 * (tile.block_n + tile.block_m) * tile.block_d * item_size / 1024
+            assert kib <= tiles.SHARED_KIB[capability]
+
+
+@pytest.mark.parametrize("capability", GEMM_CAPABILITIES)
 def test_lengths_make_few_tiles_of_attention(capability):
     """Each tile is another variant to compile."""
     for table in (tiles.attention_fwd, tiles.attention_bwd_dq, tiles.attention_bwd_dk_dv):

@@ -9,7 +9,7 @@ from helpers.op_cases import ALL_DTYPES, Attention, VarlenAttention, backends_fo
 from helpers.poison import LAYOUTS, poisoned_memory  # noqa: F401
 from helpers.tolerance import assert_parity, random_cotangents
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
+pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.dtypes_in_turn]
 
 SERVED = backends_for("varlen_attention")
 EVERY = backends_for("varlen_attention", ALL_DTYPES)
