@@ -444,11 +444,11 @@ class Call(NamedTuple):
 
     @property
     def crowded(self) -> bool:
-        """Whether registers hold more than scores: a mask's values for each of them, dropout's random words, or rows
-        read by single elements, because nothing is known of their alignment."""
+        """Whether registers hold more than scores: what a mask adds to each or says of each, dropout's random words, or
+        rows read by single elements, because nothing is known of their alignment."""
         inputs = self.query, self.key, self.value
         aligned = all(x.data_ptr() % 16 == 0 for x in inputs) and all(step % 16 == 0 for step in self.strides[:9])
-        return self.mask.per_query or self.dropout.seed is not None or not aligned
+        return self.mask.kind == "float" or self.mask.per_query or self.dropout.seed is not None or not aligned
 
     @property
     def rows(self) -> int:

@@ -351,10 +351,13 @@ def attention_bwd_kernel_dk_dv(
     b_dout = load_rows(dout_ptr, o_m, stride_dout_m, length_q, True, D, BLOCK_D)
     b_dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     b_dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    # What a masked key gets, infinite or not, stays in its own row, which becomes 0 at the end.
+    BY_KEY: tl.constexpr = MASK == "bool" and not MASK_ROWS
+    SCORED: tl.constexpr = "none" if BY_KEY else MASK
     b_dk, b_dv = add_dk_dv(
         b_dk, b_dv, b_k, b_v, b_q, b_dout, mask_ptr, seed_ptr, stats_ptr, delta_ptr, last, o_n, stride_mask_m,
         stride_mask_n, stride_stats, length_q, length_k, offset, plane, first_key, scale, last_dropped, keep_scale,
-        MASK, MASK_ROWS, IS_CAUSAL, INPUT_PRECISION, BLOCK_M, BLOCK_N,
+        SCORED, MASK_ROWS, IS_CAUSAL, INPUT_PRECISION, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     begin = 0
     if IS_CAUSAL:
@@ -366,8 +369,12 @@ def attention_bwd_kernel_dk_dv(
         b_dk, b_dv = add_dk_dv(
             b_dk, b_dv, b_k, b_v, b_q, b_dout, mask_ptr, seed_ptr, stats_ptr, delta_ptr, first, o_n, stride_mask_m,
             stride_mask_n, stride_stats, length_q, length_k, offset, plane, first_key, scale, last_dropped, keep_scale,
-            MASK, MASK_ROWS, IS_CAUSAL, INPUT_PRECISION, BLOCK_M, BLOCK_N,
+            SCORED, MASK_ROWS, IS_CAUSAL, INPUT_PRECISION, BLOCK_M, BLOCK_N,
         )  # fmt: skip
+    if BY_KEY:
+        b_takes_part = tl.load(mask_ptr + o_n.to(tl.int64) * stride_mask_n, mask=o_n < length_k, other=0) != 0
+        b_dk = tl.where(b_takes_part[:, None], b_dk, 0.0)
+        b_dv = tl.where(b_takes_part[:, None], b_dv, 0.0)
     o_d = tl.arange(0, BLOCK_D)
     mask = (o_n < length_k)[:, None] & (o_d < D)[None, :]
     o_row = o_n[:, None].to(tl.int64)

@@ -324,8 +324,8 @@ def _fp32_attention_tile(head_dim: int) -> AttentionTile:
 
 
 def attention_fwd(queries: int, head_dim: int, item_size: int, crowded: bool, capability: int) -> AttentionTile:
-    """Tile of attention's forward for sequences of `queries`; `crowded`: registers also hold a mask's values for each
-    score, dropout's random words, or unaligned rows.
+    """Tile of attention's forward for sequences of `queries`; `crowded`: registers also hold what a mask adds to each
+    score or says of it, dropout's random words, or unaligned rows.
 
     Head dims to 64, where BERT is: a thread has 32 scores, 16 halves of p and 32 sums of out, and two programs or more
     share a multiprocessor, so that one's exponentials run beside the other's products.

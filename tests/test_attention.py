@@ -152,6 +152,22 @@ def test_a_masked_key_never_wins(backend, kind):
     assert torch.equal(ops.attention(q, k, v, mask, scale=1.0, backend=backend), v[:, :, 1:])
 
 
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("of", ["keys", "queries and keys"])
+@pytest.mark.parametrize(("backend", "dtype"), EVERY)
+def test_a_masked_key_gets_no_gradient_however_large_its_scores(backend, dtype, of, kind):
+    mask = torch.ones(2, 1, 1 if of == "keys" else 9, 11, dtype=torch.bool)
+    mask[0, ..., 3], mask[1, ..., 8:] = False, False
+    whole = case(2, 3, 9, 11, 16, dtype, mask if kind == "bool" else bias_of(mask, dtype))
+    with torch.no_grad():
+        whole.inputs["key"][0, :, 3] *= 1000
+        whole.inputs["key"][1, :, 8:] *= -1000
+    results = assert_parity(whole, backend)
+    for gradient in (results[name] for name in ("dkey", "dvalue") if name in results):
+        assert not gradient[0, :, 3].any() and not gradient[1, :, 8:].any()
+
+
 ACROSS_BLOCKS = {
     "keys": lambda dtype: bools(2, 1, 1, 200),
     "(q, k)": lambda dtype: bools(70, 200),

@@ -60,6 +60,13 @@ def test_what_is_allowed():
     assert complaints(ROW._replace(wide_loads=0, wide_stores=0), MEMORY_BOUND._replace(aligned=False)) == []
 
 
+def test_a_register_set_aside_for_one_more_program_is_no_spill():
+    assert complaints(ROW._replace(matrix="wgmma", registers=128, stack=8), GEMM) == []
+    for change in (dict(stack=12), dict(stack=8, registers=255)):
+        (found,) = complaints(ROW._replace(matrix="wgmma", **change), GEMM)
+        assert "spilled registers in half precision" in found
+
+
 @pytest.mark.parametrize(
     ("target", "rows", "matrix"),
     [
