@@ -17,7 +17,7 @@ from bertfast.benchmarks import measure
 from bertfast.benchmarks.device_check import Report
 
 DTYPE = torch.bfloat16
-WIDTH, FEED_FORWARD, HEADS = 768, 3072, 12
+WIDTH, FEED_FORWARD = 768, 3072
 ROWS = (128, 1024, 4096, 16384)
 LENGTHS = (128, 512)
 # A case that is begun with less left would be cut short by the stage's limit.
@@ -141,7 +141,7 @@ def _cases(m: int, n: int, f: int, device: str) -> Iterator[OpTiming]:
 def _attention_cases(m: int, lengths: tuple[int, ...], n: int, device: str) -> Iterator[OpTiming]:
     """m tokens in sequences of each length, and packed in lengths of which one of 16 is 8 times as long as the
     others."""
-    heads = HEADS if n % HEADS == 0 else 4
+    heads = max(1, n // 64)
     qkv = torch.randn(m, 3, heads, n // heads, device=device).to(DTYPE).requires_grad_()
 
     def attention(backend: str, length: int, dropout_p: float = 0.0):
@@ -160,7 +160,9 @@ def _attention_cases(m: int, lengths: tuple[int, ...], n: int, device: str) -> I
             flops = 4 * m * length * n
             yield OpTiming(f"attention{note} forward {title}", "attention", torch.no_grad()(call), 4 * size, flops)
             step = _with_backward(call, (qkv,))
-            yield OpTiming(f"attention{note} forward and backward {title}", "attention", step, 12 * size, 7 * flops // 2)
+            yield OpTiming(
+                f"attention{note} forward and backward {title}", "attention", step, 12 * size, 7 * flops // 2
+            )
     unit = max(1, m // 23 // 16)
     counts = [unit] * 15 * (m // (23 * unit)) + [8 * unit] * (m // (23 * unit))
     counts.append(m - sum(counts))

@@ -14,10 +14,15 @@ from pathlib import Path
 from bertfast import ops
 from bertfast.activations import ACTIVATIONS
 from bertfast.backends import BACKENDS, Capability, candidates
+from bertfast.ops.attention import ENABLE_GQA, VALUE_HEAD_DIM
 
 BEGIN, END = "<!-- support matrix: begin -->", "<!-- support matrix: end -->"
 COLUMNS = ("op", "backend", "device", "dtypes", "gradients", "dropout", "limits")
-FEATURES = {"feed_forward": frozenset({*ACTIVATIONS, "callable activation"}), "attention": frozenset({"enable_gqa"})}
+FEATURES = {
+    "feed_forward": frozenset({*ACTIVATIONS, "callable activation"}),
+    "attention": frozenset({ENABLE_GQA, VALUE_HEAD_DIM}),
+    "varlen_attention": frozenset({VALUE_HEAD_DIM}),
+}
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -56,10 +61,8 @@ def _row(capability: Capability) -> tuple[str, ...]:
 
 def _features(known: frozenset[str], served: frozenset[str]) -> str:
     """Whichever list is shorter: what is served of what the op knows, or what is not."""
-    if not served:
-        return "plain calls only"
     missing = known - served
-    if 0 < len(missing) < len(served):
+    if missing and (not served or len(missing) < len(served)):
         return f"no {', '.join(sorted(missing))}"
     return f"only {', '.join(sorted(served))}"
 

@@ -144,7 +144,7 @@ def load_block(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """[BLOCK, BLOCK_D]: the rows from `first` on of the sequence that begins at `begin`, none of them beyond its end."""
+    """[BLOCK, BLOCK_D]: rows from `first` on of the sequence that begins at `begin`, none of them beyond its end."""
     if desc is not None:
         b_rows = desc.load([i_b.to(tl.int32), i_h.to(tl.int32), (first + begin).to(tl.int32), 0])
         return b_rows.reshape(BLOCK, BLOCK_D)

@@ -16,7 +16,6 @@ As in the forward pass, the block that may reach beyond the sequence comes first
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

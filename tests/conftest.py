@@ -51,9 +51,9 @@ def pytest_collection_modifyitems(config, items):
         return
     functions = defaultdict(lambda: defaultdict(list))
     for item in items:
-        if item.get_closest_marker("dtypes_in_turn") and getattr(item, "callspec", None):
-            if item.callspec.params.get("backend") == "triton" and "dtype" in item.callspec.params:
-                functions[item.originalname][re.sub(r"\bdtype\d+\b", "", item.name)].append(item)
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        if item.get_closest_marker("dtypes_in_turn") and params.get("backend") == "triton" and "dtype" in params:
+            functions[item.originalname][re.sub(r"\bdtype\d+\b", "", item.name)].append(item)
     left_out = set()
     for cases in functions.values():
         if sum(map(len, cases.values())) > 12:

@@ -101,8 +101,8 @@ def test_memory_grows_with_the_length(dropout_p, biased):
         q, k, v = (random(1, 2, length, 16, dtype=torch.float32, seed=seed) for seed in range(3))
         bias = random(1, 1, 1, length, dtype=torch.float32, seed=4) if biased else None
         seed = seed_tensor()
-        return lambda: (
-            ops.attention(q, k, v, bias, dropout_p, backend="triton", _seed=seed).backward(torch.ones_like(q))
+        return lambda: ops.attention(q, k, v, bias, dropout_p, backend="triton", _seed=seed).backward(
+            torch.ones_like(q)
         )
 
     train(64)()

@@ -66,7 +66,8 @@ def test_activations(activation):
 def test_every_op_that_triton_has_runs_in_a_model(on_triton):
     """Forward and backward, in training with dropout."""
     _, model = pair("BertModel", dtype=torch.float32, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
-    model.train()(**inputs_of("BertModel", "right")).last_hidden_state.square().sum().backward()
+    for mask_or_none in ("right", None):  # packed, and padded
+        model.train()(**inputs_of("BertModel", mask_or_none)).last_hidden_state.square().sum().backward()
     have = {c.op for c in candidates() if c.backend == "triton" and not c.not_supported_reasons(served_call(c.op))}
     # A layer calls the feed-forward block as a whole.
     for op in have - {"linear_gelu"}:

@@ -273,10 +273,10 @@ def test_descriptors_are_for_long_sequences_of_half_precision_where_the_card_has
 
 @pytest.mark.parametrize("lengths", [[1], [64], [65], [64, 64], [0, 0], [1, 0, 65], [40] * 511 + [512]], ids=len)
 def test_packed_blocks_are_enough_and_few(lengths):
-    for block in (16, 64, 128):
-        useful = sum(tiles.cdiv(length, block) for length in lengths)
-        launched = tiles.attention_blocks(sum(lengths), block, len(lengths))
-        assert useful <= launched <= sum(lengths) // block + len(lengths)
+    for size in (16, 64, 128):
+        useful = sum(tiles.cdiv(length, size) for length in lengths)
+        launched = tiles.attention_blocks(sum(lengths), size, len(lengths))
+        assert useful <= launched <= sum(lengths) // size + len(lengths)
 
 
 def test_padded_blocks():

@@ -21,6 +21,9 @@ from bertfast.ops._checks import check_device, check_rank, check_required, check
 from bertfast.ops._library import TRITON_DEVICES, define, triton_unavailable
 from bertfast.ops._once import distinct, once
 
+ENABLE_GQA = "enable_gqa"
+VALUE_HEAD_DIM = "head dim of value other than of query"
+
 
 def mask_kind(attn_mask: Tensor | None) -> str:
     """`"none"`, `"bool"` or `"float"`; any other dtype is a TypeError."""
@@ -242,8 +245,8 @@ def attention(
 
 def attention_features(query: Tensor, value: Tensor, enable_gqa: bool = False) -> tuple[str, ...]:
     """What only stock attention serves."""
-    features = ("enable_gqa",) if enable_gqa else ()
-    return features if value.shape[-1] == query.shape[-1] else (*features, "head dim of value other than of query")
+    features = (ENABLE_GQA,) if enable_gqa else ()
+    return features if value.shape[-1] == query.shape[-1] else (*features, VALUE_HEAD_DIM)
 
 
 def check_attention_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, heads_dim: int) -> None:
