@@ -83,7 +83,16 @@ UNWRAPPED = {"tl.sqrt_rn", "tl.sqrt", "tl.rsqrt", "tl.abs", "tl.erf", "round_to"
 SPEED_ONLY = {"tl.multiple_of", "tl.max_contiguous", "tl.max_constancy", "tl.assume", "tl.static_assert"}
 # Arguments that are shapes, lengths of ranges or axes: another value does not run at all.
 SHAPES = {"tl.arange", "tl.zeros", "tl.full", "tl.reshape", "tl.broadcast_to", "tl.permute", "tl.trans"}
-KEYWORDS_LEFT_ALONE = {"axis", "dtype", "num_stages", "warp_specialize", "eviction_policy", "cache_modifier", "bitcast"}
+KEYWORDS_LEFT_ALONE = {
+    "axis",
+    "dtype",
+    "num_stages",
+    "warp_specialize",
+    "disable_licm",
+    "eviction_policy",
+    "cache_modifier",
+    "bitcast",
+}
 
 
 @dataclass(frozen=True)
