@@ -16,11 +16,22 @@ other blocks are whole, and may come by tensor descriptor.
 
 FLOPs: 4 S_q S_k D a head. Bytes, with e-byte elements: (2 S_q + 2 S_k) D e a head, the floor, and 8 S_q.
 
-For each score there are, besides 4 D FLOPs of matrix products: one multiply-add, one maximum, one exponential, one
-addition, half a conversion. With head dim 64 a multiprocessor of 9.0 has 1/16 of a clock for the matrix products
-(4,096 FLOPs a clock), 1/16 for the exponential (16 a clock) and 3.5/128 for the rest: where the loads are hidden,
-exponentials and products of different programs have to overlap, so that tiles are kept small enough for two programs.
-10.0 doubles the products only: it is bound by exponentials. 8.0 has 1/8 for the products, and is bound by them.
+Exponentials count beside FLOPs. Read from machine code (bf16, no mask, head dim 64, 64 keys a step), a
+thread's 32 scores take
+
+    8.0    349 instructions: 64 HMMA, 34 MUFU.EX2, 36 FMNMX, 36 FADD, 34 FFMA, 34 FMUL (out rescaled), 16 F2FP, 32 LDSM
+    9.0    299:               8 HGMMA, 34 MUFU.EX2, 36 FMNMX, 36 FADD, 34 FFMA, 34 FMUL, 16 F2FP
+    10.0   292:               8 UTCHMMA, 33 MUFU.EX2, 19 FMNMX and FMNMX3, 18 FADD and FADD2, 33 FFMA, 33 FMUL, 16 F2FP
+
+and a scheduler, which issues one a clock and makes 4 exponentials, has of a tile's step
+
+    8.0    one warp,  64 queries: 512 clocks of products, 272 of exponentials, 349 of issue
+    9.0    two warps, 128:        512,                    544,                 598
+    10.0   two warps, 128:        256,                    528,                 584
+
+so that 8.0 is bound by products, 9.0 by three nearly equal limits, which have to overlap, 10.0 by exponentials and
+issue. Hence tiles that are small enough for two programs on a multiprocessor, one's exponentials beside the other's
+products, and a scale that costs no instruction.
 """
 
 from __future__ import annotations
