@@ -109,13 +109,15 @@ def describe(kernel, name: str, call_name: str, target: int, aligned: bool, tf32
         shared=metadata.shared,
         loads=len(loads),
         wide_loads=sum(_WIDE.search(line) is not None for line in loads),
+        bulk_loads=sum(".bulk" in line for line in loads),
         stores=len(stores),
         wide_stores=sum(_WIDE.search(line) is not None for line in stores),
         matrix="+".join(sorted(matrix)),
     )
-    half = any("fp16" in str(kind) or "bf16" in str(kind) for kind in kernel.src.signature.values())
+    kinds = " ".join(map(str, kernel.src.signature.values()))
+    half, descriptors = "fp16" in kinds or "bf16" in kinds, "tensordesc" in kinds
     ttir = kernel.asm["ttir"]
-    facts = Facts(half, len(re.findall(r"\btt\.dot\b", ttir)), _tile_rows(ttir), aligned, tf32)
+    facts = Facts(half, len(re.findall(r"\btt\.dot\b", ttir)), _tile_rows(ttir), aligned, tf32, descriptors)
     return Variant(row, facts, kernel.hash)
 
 

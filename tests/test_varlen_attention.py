@@ -51,6 +51,12 @@ def test_queries_and_keys_of_different_lengths(backend, dtype, lengths, is_causa
     assert_parity(case(*lengths, 2, 16, dtype, is_causal=is_causal), backend)
 
 
+@pytest.mark.parametrize("lengths", [([70, 5], [200, 140]), ([200, 140], [70, 5]), ([65, 96], [96, 65])], ids=str)
+@pytest.mark.parametrize(("backend", "dtype"), SERVED)
+def test_causality_across_blocks(backend, dtype, lengths):
+    assert_parity(case(*lengths, 1, 16, dtype, is_causal=True), backend)
+
+
 @pytest.mark.parametrize(("backend", "dtype"), EVERY)
 def test_causality_is_aligned_at_the_bottom_right(backend, dtype):
     whole = case([2, 4], [5, 2], 1, 8, dtype, is_causal=True)

@@ -34,6 +34,7 @@ class Row(NamedTuple):
         shared: bytes a program.
         loads: instructions that load from global memory, asynchronous copies included.
         wide_loads: those of 16 bytes a thread or more, and bulk copies.
+        bulk_loads: bulk copies from global memory, as tensor descriptors make them.
         stores: instructions that store to global memory.
         wide_stores: those of 16 bytes a thread or more, and bulk copies.
         matrix: matrix instructions, as "name" or "name.tf32"; several joined by "+"; empty for none.
@@ -49,6 +50,7 @@ class Row(NamedTuple):
     shared: int
     loads: int
     wide_loads: int
+    bulk_loads: int
     stores: int
     wide_stores: int
     matrix: str
@@ -70,6 +72,7 @@ class Facts(NamedTuple):
         rows: of their tiles.
         aligned: see `kernel_calls.Call`.
         tf32: see `kernel_calls.Call`.
+        descriptors: an argument is a tensor descriptor.
     """
 
     half: bool
@@ -77,6 +80,7 @@ class Facts(NamedTuple):
     rows: int
     aligned: bool
     tf32: bool
+    descriptors: bool = False
 
 
 MOST_REGISTERS = 255
@@ -103,6 +107,8 @@ def complaints(row: Row, facts: Facts) -> list[str]:
     tf32 = any(name.endswith("tf32") for name in instructions)
     if facts.dots and not facts.half and tf32 != facts.tf32:
         found.append("tf32 was not allowed" if tf32 else "tf32 was allowed, none is used")
+    if facts.descriptors and not row.bulk_loads:
+        found.append("loads by tensor descriptor are no bulk copies")
     if facts.aligned and not facts.dots:
         if row.loads and not row.wide_loads:
             found.append(f"none of {row.loads} loads has 128 bits")
@@ -119,7 +125,7 @@ def _regression(row: Row, before: Row) -> list[str]:
         found.append(f"{row.stack} bytes of stack, were {before.stack}")
     if row.shared > before.shared:
         found.append(f"{row.shared} bytes of shared memory, were {before.shared}")
-    for what in ("wide_loads", "wide_stores"):
+    for what in ("wide_loads", "bulk_loads", "wide_stores"):
         if getattr(row, what) < getattr(before, what):
             found.append(f"{getattr(row, what)} {what.replace('_', ' ')}, were {getattr(before, what)}")
     lost = set(before.matrix.split("+")) - set(row.matrix.split("+")) - {""}
