@@ -62,6 +62,8 @@ def _row(capability: Capability) -> tuple[str, ...]:
 def _features(known: frozenset[str], served: frozenset[str]) -> str:
     """Whichever list is shorter: what is served of what the op knows, or what is not."""
     missing = known - served
+    if not (missing or served):
+        return "plain calls only"
     if missing and (not served or len(missing) < len(served)):
         return f"no {', '.join(sorted(missing))}"
     return f"only {', '.join(sorted(served))}"

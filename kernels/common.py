@@ -50,9 +50,9 @@ def dot(a, b, acc, INPUT_PRECISION: tl.constexpr):
 
 
 @triton.jit
-def uniform(x):
-    """The int32 scalar x, known to be the same in all threads of a warp. Of reductions the assembler does not know, and
-    would make loops over them diverge: twice the code, and registers for both."""
+def warp_uniform(x):
+    """The int32 scalar x, known to be the same in all threads of a warp. ptxas cannot see that of the result of a
+    reduction, and would compile loops bounded by it as divergent: twice the code, and registers for both."""
     if INTERPRETED:
         return x
     return tl.inline_asm_elementwise(

@@ -356,8 +356,9 @@ def attention_fwd(queries: int, head_dim: int, item_size: int, crowded: bool, ca
 
 def attention_bwd_dq(queries: int, head_dim: int, item_size: int, crowded: bool, capability: int) -> AttentionTile:
     """Tile of the pass over keys that gives dq, for sequences of `queries`: as `attention_fwd`'s, with half the keys
-    on `mma.sync`, because scores and their gradients are live together. Wide heads on `mma.sync` have two warps for
-    the same queries, each with half of dq."""
+    on `mma.sync`, because scores and their gradients are live together. Wider heads share dq among 8 warps, on
+    `mma.sync` two for the same queries; with asynchronous products they keep 128 queries and 32 keys, 16 where
+    `crowded`. Above 128 there is room for 16 queries only, which is `mma.sync` on every card."""
     if item_size == 4:
         return _fp32_attention_tile(head_dim)
     if queries <= 16 or head_dim > 128:
@@ -395,8 +396,9 @@ def attention_bwd_dk_dv(keys: int, head_dim: int, item_size: int, crowded: bool,
 
 
 def attention_mask_bwd(queries: int, head_dim: int, item_size: int, capability: int) -> AttentionTile:
-    """Tile of the float mask's gradient, for `queries`: every step reads queries, keys and mask anew, and adds to one
-    sum of the scores' shape."""
+    """Tile of the float mask's gradient, for `queries`. Every step reads queries, keys and mask anew, and adds to one sum
+    of the scores' shape: these, and not the products, fill the registers, so that tiles are the largest ones that do
+    not spill with dropout (`crowded` would only save a few queries), and a pipeline would not fit."""
     if item_size == 4:
         return _fp32_attention_tile(head_dim)
     if queries <= 16 or head_dim > 128 or (head_dim > 64 and not _warpgroups(capability)):

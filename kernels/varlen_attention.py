@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bertfast.kernels.attention import NO_MASK, call_of, forward
-from bertfast.kernels.attention_bwd import backward
+from bertfast.kernels.attention import NO_MASK, call_of, launch_fwd
+from bertfast.kernels.attention_bwd import launch_bwd
 
 
 def varlen_attention_fwd(
@@ -31,7 +31,7 @@ def varlen_attention_fwd(
     stats = query.new_empty((2, heads, total), dtype=torch.float32)
     if out.numel() > 0:
         call = call_of(query, key, value, NO_MASK, cu_seqlens_q, cu_seqlens_k, seed, dropout_p, is_causal, scale)
-        forward(call, out, stats)
+        launch_fwd(call, out, stats)
     return out, stats
 
 
@@ -52,5 +52,5 @@ def varlen_attention_bwd(
     """dq, dk and dv, contiguous."""
     dq, dk, dv = (x.new_empty(x.shape) for x in (query, key, value))
     call = call_of(query, key, value, NO_MASK, cu_seqlens_q, cu_seqlens_k, seed, dropout_p, is_causal, scale)
-    backward(call, dout, out, stats, dq, dk, dv)
+    launch_bwd(call, dout, out, stats, dq, dk, dv)
     return dq, dk, dv

@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         if item.get_closest_marker("dtypes_in_turn") and params.get("backend") == "triton" and "dtype" in params:
-            functions[item.originalname][re.sub(r"\bdtype\d+\b", "", item.name)].append(item)
+            functions[item.path, item.originalname][re.sub(r"\bdtype\d+\b", "", item.name)].append(item)
     left_out = set()
     for cases in functions.values():
         if sum(map(len, cases.values())) > 12:

@@ -8,12 +8,13 @@ import triton
 import triton.language as tl
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bertfast import nn, ops, use_backend
+from bertfast import nn, ops, reference, use_backend
 from bertfast.kernels import tiles
 from helpers.op_cases import random, seed_tensor
 from helpers.poison import poisoned_memory  # noqa: F401
 
 attention = importlib.import_module("bertfast.kernels.attention")
+varlen_attention = importlib.import_module("bertfast.kernels.varlen_attention")
 launch = importlib.import_module("bertfast.kernels.launch")
 
 pytestmark = [
@@ -78,13 +79,34 @@ def test_lengths_cost_what_their_tokens_cost():
 @pytest.mark.parametrize("ends", [[5, 3, 40], [-7, 10, 99], [0, 99, 20], [0, 0, 0], [33, 33, 33]])
 def test_wrong_ends_stay_inside_the_tensor(ends):
     """Where nobody has looked at them, as in a CUDA graph. `helpers.bounds` holds reads and writes to their memory."""
-    qkv = random(33, 3, 2, 16, dtype=torch.float32, seed=1, grad=False).requires_grad_()
+    views = random(33, 3, 2, 16, dtype=torch.float32, seed=1, grad=False).unbind(1)
     ends = torch.tensor(ends, dtype=torch.int32)
-    from bertfast.kernels.varlen_attention import varlen_attention_bwd, varlen_attention_fwd
+    out, stats = varlen_attention.varlen_attention_fwd(*views, ends, ends, None, 0.0, False, 0.25)
+    dout = torch.ones_like(out)
+    varlen_attention.varlen_attention_bwd(dout, *views, ends, ends, None, out, stats, 0.0, False, 0.25)
 
-    views = [view.detach() for view in qkv.unbind(1)]
-    out, stats = varlen_attention_fwd(*views, ends, ends, None, 0.0, False, 0.25)
-    varlen_attention_bwd(torch.ones_like(out), *views, ends, ends, None, out, stats, 0.0, False, 0.25)
+
+@pytest.mark.parametrize("values", [0, 1])
+def test_no_sequence_for_tokens_there_are(values):
+    """As on a GPU, where the public function looks at no values."""
+    views, ends = torch.ones(3, 5, 2, 16).unbind(0), torch.zeros(values, dtype=torch.int32)
+    with pytest.raises(ValueError, match=f"cu_seqlens_q must hold the ends of a sequence or more, got {values} values"):
+        varlen_attention.varlen_attention_fwd(*views, ends, ends, None, 0.0, False, 0.25)
+
+
+@pytest.mark.parametrize("kind", ["none", "bool", "float"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_statistics_add_up_to_lse(kind, is_causal):
+    query, key, value = (random(2, 3, length, 16, dtype=torch.float32, seed=1, grad=False) for length in (9, 40, 40))
+    mask = torch.rand(2, 1, 9, 40, generator=torch.Generator().manual_seed(2)) < 0.5
+    mask[0, 0, 3] = False
+    mask = {"none": None, "bool": mask, "float": torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)}[kind]
+    _, stats = attention.attention_fwd(query, key, value, mask, None, 0.0, is_causal, 0.25)
+    doubles = (query.double(), key.double(), value.double())
+    mask = mask.double() if kind == "float" else mask
+    lse = reference.attention(*doubles, mask, is_causal=is_causal, scale=0.25)[1]
+    assert (kind == "none") == bool(lse.isfinite().all())
+    torch.testing.assert_close(stats.double().sum(0), lse, atol=1e-5, rtol=0)
 
 
 def allocated(function):
@@ -113,7 +135,7 @@ def test_memory_grows_with_the_length(dropout_p, biased):
 
 
 class Launches(TorchDispatchMode):
-    """Ops that write new memory: `count`, and the bytes of their outputs."""
+    """Ops that write new memory: `names`, and the `bytes` of their outputs."""
 
     def __init__(self):
         super().__init__()

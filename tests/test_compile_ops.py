@@ -112,11 +112,8 @@ PINS = [
     pytest.param(INSIDE, id="triton inside", marks=pytest.mark.skipif(NO_TRITON, reason="needs Triton")),
     pytest.param(AROUND, id="triton around", marks=pytest.mark.skipif(NO_TRITON, reason="needs Triton")),
 ]
-WITHOUT_TRITON = ("attention", "causal", "varlen")
 EVERY_CALL = [
-    pytest.param(name, *pin.values, id=f"{name}-{pin.id}", marks=pin.marks)
-    for name in CALLS
-    for pin in (PINS[:1] if name in WITHOUT_TRITON else PINS)
+    pytest.param(name, *pin.values, id=f"{name}-{pin.id}", marks=pin.marks) for name in CALLS for pin in PINS
 ]
 every_call = pytest.mark.parametrize(("name", "pin"), EVERY_CALL)
 
@@ -264,33 +261,43 @@ def test_one_graph_for_all_numbers_of_embedded_tokens():
     assert_on_triton(graphs[0], AROUND)
 
 
-def test_one_graph_for_all_sequence_lengths():
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("pin", PINS)
+def test_one_graph_for_all_sequence_lengths(pin, grad):
     graphs, backend = counting()
+    inner, outer = pin
 
     def attend(q, k, v, mask):
         return ops.attention(q, k, v, mask)
 
-    compiled = torch.compile(attend, backend=backend, fullgraph=True, dynamic=True)
-    for tokens in ROWS:
-        q, k, v = (numbers(seed, 2, 2, tokens, 8) for seed in range(3))
+    compiled = torch.compile(inner(attend), backend=backend, fullgraph=True, dynamic=True)
+    for tokens in ROWS if pin is AUTO else ROWS[:6]:
+        q, k, v = (numbers(seed, 2, 2, tokens, 8).requires_grad_(grad) for seed in range(3))
         mask = (torch.arange(tokens) < torch.tensor([[tokens], [(tokens + 1) // 2]])).view(2, 1, 1, -1)
-        torch.testing.assert_close(compiled(q, k, v, mask), attend(q, k, v, mask))
+        with outer():
+            torch.testing.assert_close(compiled(q, k, v, mask), inner(attend)(q, k, v, mask))
     assert len(graphs) == 1
+    assert_on_triton(graphs[0], pin)
 
 
-def test_one_graph_for_all_numbers_of_packed_tokens():
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("pin", PINS)
+def test_one_graph_for_all_numbers_of_packed_tokens(pin, grad):
     graphs, backend = counting()
+    inner, outer = pin
 
     def attend(q, k, v, cu, longest):
         return ops.varlen_attention(q, k, v, cu, cu, longest, longest)
 
-    compiled = torch.compile(attend, backend=backend, fullgraph=True, dynamic=True)
-    for tokens in ROWS[:8]:
-        q, k, v = (numbers(seed, tokens + 2, 2, 8) for seed in range(3))
+    compiled = torch.compile(inner(attend), backend=backend, fullgraph=True, dynamic=True)
+    for tokens in ROWS[: 8 if pin is AUTO else 6]:
+        q, k, v = (numbers(seed, tokens + 2, 2, 8).requires_grad_(grad) for seed in range(3))
         cu = torch.tensor([0, 2, tokens + 2], dtype=torch.int32)
-        expected = attend(q, k, v, cu, max(tokens, 2))
-        torch.testing.assert_close(compiled(q, k, v, cu, max(tokens, 2)), expected, atol=1e-5, rtol=1e-5)
+        with outer():
+            expected = inner(attend)(q, k, v, cu, max(tokens, 2))
+            torch.testing.assert_close(compiled(q, k, v, cu, max(tokens, 2)), expected, atol=1e-5, rtol=1e-5)
     assert len(graphs) == 1
+    assert_on_triton(graphs[0], pin)
 
 
 @every_call

@@ -22,7 +22,7 @@ from bertfast.ops._library import TRITON_DEVICES, define, triton_unavailable
 from bertfast.ops._once import distinct, once
 
 ENABLE_GQA = "enable_gqa"
-VALUE_HEAD_DIM = "head dim of value other than of query"
+VALUE_HEAD_DIM = "value head dim unlike the query's"
 
 
 def mask_kind(attn_mask: Tensor | None) -> str:
@@ -95,14 +95,17 @@ def sdpa(
     )
 
 
+def _by_position(x: Tensor) -> Tensor:
+    batch, heads, length, head_dim = x.shape
+    return x.new_empty((batch, length, heads, head_dim)).transpose(1, 2)
+
+
 def _fwd_fake(query, key, value, attn_mask, seed, dropout_p, is_causal, scale):
-    batch, heads, s_q, head_dim = query.shape
-    out = query.new_empty((batch, s_q, heads, head_dim)).transpose(1, 2)
-    return out, query.new_empty((2, batch, heads, s_q), dtype=torch.float32)
+    return _by_position(query), query.new_empty((2, *query.shape[:3]), dtype=torch.float32)
 
 
 def _bwd_fake(dout, query, key, value, attn_mask, seed, out, stats, dropout_p, is_causal, scale):
-    return *(x.new_empty(x.shape) for x in (query, key, value)), stats.new_empty(stats.shape[1:])
+    return *map(_by_position, (query, key, value)), stats.new_empty(stats.shape[1:])
 
 
 def _mask_bwd_fake(dout, query, key, value, attn_mask, seed, stats, delta, dropout_p, is_causal, scale):
@@ -136,7 +139,8 @@ _MASK_BWD = define(
 
 
 class _Attention(torch.autograd.Function):
-    """Saves its inputs, the output and the rows' statistics; scores and the dropout mask are made again."""
+    """Saves its inputs, the output and the rows' statistics; scores and the dropout mask are made again. Differentiable
+    once. Gradients of query, key and value come together: attention with some of them frozen is rare."""
 
     @staticmethod
     def forward(ctx, query, key, value, attn_mask, seed, dropout_p, is_causal, scale, backend):
@@ -160,7 +164,7 @@ class _Attention(torch.autograd.Function):
 def _fused(backend, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, seed):
     seed = seed_for(dropout_p, seed, query.device)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if attn_mask is not None and attn_mask.dtype == torch.float64:
+    if attn_mask is not None and attn_mask.dtype not in FLOAT | {torch.bool}:
         attn_mask = _bias_as(attn_mask, torch.float32)
     if needs_grad(query, key, value, attn_mask):
         tensors = distinct(query, key, value, attn_mask)
@@ -209,7 +213,8 @@ def attention(
         _seed: int64 tensor of one element that fixes the dropout mask (see `ops.dropout_mask`).
 
     Returns:
-        (B, H, S_q, D) in the query's dtype (autocast's dtype under autocast).
+        (B, H, S_q, D) in the query's dtype (autocast's dtype under autocast); of kernels (B, S_q, H, D) in memory.
+        Kernels' results can be differentiated once.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, `dropout_p` outside [0, 1].

@@ -128,7 +128,8 @@ _BWD = define(
 
 
 class _VarlenAttention(torch.autograd.Function):
-    """As `attention`'s."""
+    """Saves its inputs, the output and the rows' statistics; scores and the dropout mask are made again. Differentiable
+    once."""
 
     @staticmethod
     def forward(ctx, query, key, value, cu_seqlens_q, cu_seqlens_k, seed, dropout_p, is_causal, scale, backend):
@@ -188,11 +189,13 @@ def varlen_attention(
         _seed: int64 tensor of one element that fixes the dropout mask (see `ops.dropout_mask`).
 
     Returns:
-        (T_q, H, D) in the query's dtype (autocast's dtype under autocast). A query without any key gives 0.
+        (T_q, H, D) in the query's dtype (autocast's dtype under autocast). A query without any key gives 0. Kernels'
+        results can be differentiated once.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; `cu_seqlens` that is not of the form above or holds a
-            longer sequence than its maximum (on a GPU its values are looked at when `BERTFAST_VALIDATE=1`);
+            longer sequence than its maximum (on a GPU its values are looked at when `BERTFAST_VALIDATE=1`; else
+            nothing is read or written outside the tensors, and rows of tokens in no sequence are undefined);
             `dropout_p` outside [0, 1].
         TypeError: a query, key or value that is not floating point.
         BackendError: `backend` cannot serve these inputs.

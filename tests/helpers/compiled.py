@@ -83,8 +83,7 @@ class Facts(NamedTuple):
     descriptors: bool = False
 
 
-MOST_REGISTERS = 255
-# Below that, the assembler sets a register or two aside so that a multiprocessor holds one program more.
+# Below the most that a thread can have, ptxas sets a register or two aside so that one more program fits beside.
 SPARED = 8
 # Each program leaves one row of a narrow tile.
 NARROW_STORES = {"column_sum_kernel"}
@@ -95,7 +94,8 @@ def complaints(row: Row, facts: Facts) -> list[str]:
     found = []
     if row.shared > SHARED_KIB[row.target] * 1024:
         found.append(f"{row.shared} bytes of shared memory, the limit is {SHARED_KIB[row.target]} KiB")
-    spared = SPARED if facts.dots and row.registers < MOST_REGISTERS else 0
+    most = min(255, 65536 // (32 * row.warps))
+    spared = SPARED if facts.dots and row.registers < most else 0
     if facts.half and row.stack > spared:
         found.append(f"{row.stack} bytes of spilled registers in half precision")
     instructions = set(row.matrix.split("+")) - {""}

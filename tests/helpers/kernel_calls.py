@@ -293,7 +293,6 @@ def _attention(
     head_dim: int,
     dtype: torch.dtype,
     *,
-    keys: int | None = None,
     mask: tuple[int, ...] | None = None,
     mask_dtype: torch.dtype = torch.bool,
     train: bool = True,
@@ -301,22 +300,21 @@ def _attention(
     is_causal: bool = False,
     aligned: bool = True,
 ) -> None:
-    """Two sequences of `rows` queries, and of `keys` keys, or as many; a mask of shape `mask` whose dimensions above 1
-    are those of the scores."""
-    keys = keys or rows
+    """Two sequences of `rows` queries and keys; a mask of shape `mask` whose dimensions above 1 are those of the
+    scores."""
 
-    def make(length: int) -> Tensor:
-        return fresh(2, length, HEADS, head_dim, dtype=dtype, aligned=aligned).transpose(1, 2)
+    def make() -> Tensor:
+        return fresh(2, rows, HEADS, head_dim, dtype=dtype, aligned=aligned).transpose(1, 2)
 
-    query, key, value = make(rows), make(keys), make(keys)
+    query, key, value = make(), make(), make()
     if mask is not None:
-        whole = (2, HEADS, rows, keys)
+        whole = (2, HEADS, rows, rows)
         mask = fresh(*(1 if own == 1 else size for own, size in zip(mask, whole, strict=True)), dtype=mask_dtype)
     seed = torch.zeros(1, dtype=torch.int64) if dropout_p else None
     settings = dropout_p, is_causal, head_dim**-0.5
     out, stats = attention.attention_fwd(query, key, value, mask, seed, *settings)
     if train:
-        dout = make(rows)
+        dout = make()
         *_, delta = attention_bwd.attention_bwd(dout, query, key, value, mask, seed, out, stats, *settings)
         if mask is not None and mask.is_floating_point():
             attention_mask_bwd.attention_mask_bwd(dout, query, key, value, mask, seed, stats, delta, *settings)
