@@ -396,8 +396,8 @@ def attention_bwd_dk_dv(keys: int, head_dim: int, item_size: int, crowded: bool,
 
 
 def attention_mask_bwd(queries: int, head_dim: int, item_size: int, capability: int) -> AttentionTile:
-    """Tile of the float mask's gradient, for `queries`. Every step reads queries, keys and mask anew, and adds to one sum
-    of the scores' shape: these, and not the products, fill the registers, so that tiles are the largest ones that do
+    """Tile of the float mask's gradient, for `queries`. Every step reads queries, keys and mask anew, and adds to one
+    sum of the scores' shape. These, not the products, fill the registers, so that tiles are the largest ones that do
     not spill with dropout (`crowded` would only save a few queries), and a pipeline would not fit."""
     if item_size == 4:
         return _fp32_attention_tile(head_dim)

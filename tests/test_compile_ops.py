@@ -112,9 +112,7 @@ PINS = [
     pytest.param(INSIDE, id="triton inside", marks=pytest.mark.skipif(NO_TRITON, reason="needs Triton")),
     pytest.param(AROUND, id="triton around", marks=pytest.mark.skipif(NO_TRITON, reason="needs Triton")),
 ]
-EVERY_CALL = [
-    pytest.param(name, *pin.values, id=f"{name}-{pin.id}", marks=pin.marks) for name in CALLS for pin in PINS
-]
+EVERY_CALL = [pytest.param(name, *pin.values, id=f"{name}-{pin.id}", marks=pin.marks) for name in CALLS for pin in PINS]
 every_call = pytest.mark.parametrize(("name", "pin"), EVERY_CALL)
 
 
