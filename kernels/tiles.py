@@ -368,7 +368,8 @@ def attention_bwd_dq(queries: int, head_dim: int, item_size: int, crowded: bool,
     if head_dim > 64 and crowded:
         return _attention_tile(128, 16, head_dim, 8, 2)
     block_m, num_warps = (64, 4) if queries <= 64 else (128, 8)
-    return _attention_tile(block_m, 64 if head_dim <= 64 else 32, head_dim, num_warps, 2)
+    block_n = 32 if head_dim > 64 or (crowded and capability >= 100) else 64
+    return _attention_tile(block_m, block_n, head_dim, num_warps, 2)
 
 
 def attention_bwd_dk_dv(keys: int, head_dim: int, item_size: int, crowded: bool, capability: int) -> AttentionTile:
