@@ -188,7 +188,11 @@ ACROSS_BLOCKS = {
 @pytest.mark.parametrize(("backend", "dtype"), SERVED)
 def test_several_blocks_of_queries_and_keys(backend, dtype, name, is_causal, dropout_p):
     settings = {"is_causal": is_causal, "dropout_p": dropout_p, "seed": seed_tensor()}
-    assert_parity(case(2, 2, 70, 200, 16, dtype, ACROSS_BLOCKS[name](dtype), **settings), backend)
+    mask = ACROSS_BLOCKS[name](dtype)
+    if backend == "torch" and mask is not None:
+        # Stock takes another kernel for a bias that needs a gradient: other bits than without gradients.
+        mask.requires_grad_(False)
+    assert_parity(case(2, 2, 70, 200, 16, dtype, mask, **settings), backend)
 
 
 FULLY_MASKED = {
