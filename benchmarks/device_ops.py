@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -50,7 +51,8 @@ def timings(report: Report) -> None:
     rounds, seconds = (15, 0.005) if on_gpu else (3, 0.001)
     peaks = _peaks(report, rounds, stopwatch)
     for m in rows:
-        for case in (*_cases(m, width, inner, report.device), *_attention_cases(m, lengths, width, report.device)):
+        around, attention = _cases(m, width, inner, report.device), _attention_cases(m, lengths, width, report.device)
+        for case in chain(around, attention):
             if report.seconds_left() < CASE_SECONDS:
                 report.not_run(case.title, "out of time")
                 continue
@@ -139,41 +141,38 @@ def _cases(m: int, n: int, f: int, device: str) -> Iterator[OpTiming]:
 
 
 def _attention_cases(m: int, lengths: tuple[int, ...], n: int, device: str) -> Iterator[OpTiming]:
-    """m tokens in sequences of each length, and packed in lengths of which one of 16 is 8 times as long as the
-    others."""
+    """m tokens in sequences of each length, and packed: 40 tokens each, but every 16th 320."""
     heads = max(1, n // 64)
-    qkv = torch.randn(m, 3, heads, n // heads, device=device).to(DTYPE).requires_grad_()
+    packed = torch.randn(m, 3, heads, n // heads, device=device).to(DTYPE)
+    # Leaves of their own, strided as views of one projection: no gradient has to be put together.
+    leaves = tuple(view.detach().requires_grad_() for view in packed.unbind(1))
 
     def attention(backend: str, length: int, dropout_p: float = 0.0):
-        q, k, v = qkv.view(-1, length, *qkv.shape[1:]).permute(2, 0, 3, 1, 4)
+        q, k, v = (leaf.view(-1, length, *leaf.shape[1:]).transpose(1, 2) for leaf in leaves)
         return ops.attention(q, k, v, dropout_p=dropout_p, backend=backend)
 
     def varlen_attention(backend: str, ends: Tensor, longest: int):
-        return ops.varlen_attention(*qkv.unbind(1), ends, ends, longest, longest, backend=backend)
+        return ops.varlen_attention(*leaves, ends, ends, longest, longest, backend=backend)
 
     # q, k, v read and out written; and q, k, v, out and dout read and three gradients written.
-    size = m * n * qkv.element_size()
+    size = m * n * packed.element_size()
     for length in (length for length in lengths if length <= m):
         for note, dropout_p in (("", 0.0), (" with dropout", 0.1)):
             call = partial(attention, length=length, dropout_p=dropout_p)
             title = f"({m // length},{length})"
             flops = 4 * m * length * n
             yield OpTiming(f"attention{note} forward {title}", "attention", torch.no_grad()(call), 4 * size, flops)
-            step = _with_backward(call, (qkv,))
-            yield OpTiming(
-                f"attention{note} forward and backward {title}", "attention", step, 12 * size, 7 * flops // 2
-            )
-    unit = max(1, m // 23 // 16)
-    counts = [unit] * 15 * (m // (23 * unit)) + [8 * unit] * (m // (23 * unit))
-    counts.append(m - sum(counts))
+            title, step = f"attention{note} forward and backward {title}", _with_backward(call, leaves)
+            yield OpTiming(title, "attention", step, 12 * size, 7 * flops // 2)
+    counts = []
+    while sum(counts) < m:
+        counts.append(min(320 if len(counts) % 16 == 15 else 40, m - sum(counts)))
     ends = torch.tensor([0, *counts], device=device).cumsum(0).int()
     call, flops = partial(varlen_attention, ends=ends, longest=max(counts)), 4 * n * sum(c * c for c in counts)
     title = f"({len(counts)} sequences, {m} tokens)"
     yield OpTiming(f"varlen_attention forward {title}", "varlen_attention", torch.no_grad()(call), 4 * size, flops)
-    step = _with_backward(call, (qkv,))
-    yield OpTiming(
-        f"varlen_attention forward and backward {title}", "varlen_attention", step, 12 * size, 7 * flops // 2
-    )
+    title, step = f"varlen_attention forward and backward {title}", _with_backward(call, leaves)
+    yield OpTiming(title, "varlen_attention", step, 12 * size, 7 * flops // 2)
 
 
 def _with_backward(call: Callable[[str], object], leaves: tuple[Tensor, ...]) -> Callable[[str], object]:
