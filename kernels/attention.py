@@ -117,7 +117,7 @@ def block_of_program(
     if cu_seqlens_ptr is None:
         i_block, i_row = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
         i_b, i_h = i_row // H, i_row % H
-        begin_q, begin_k, causal_offset = 0, 0, 0
+        begin_q, begin_k, causal_offset = i_row * 0, i_row * 0, 0
         stats_row, dropout_row = i_row * length_q, i_row << 32
     else:
         i_block, i_h = tl.program_id(0) // H, (tl.program_id(0) % H).to(tl.int64)

@@ -37,7 +37,9 @@ def bools(*shape, seed=0, share=0.7):
 @pytest.mark.parametrize(
     "s_q, s_k",
     [(1, 1), (7, 7), (16, 16), (17, 17), (63, 63), (64, 64), (200, 200)]
-    + [(127, 129), (129, 127), (1, 33), (33, 1), (5, 3), (40, 33), (16, 200), (64, 17)],
+    + [(127, 129), (129, 127), (1, 33), (33, 1), (5, 3), (40, 33), (16, 200), (64, 17)]
+    # Ends of blocks, cheap enough to be tried on many mutants.
+    + [(1, 63), (63, 1), (1, 65), (65, 1)],
 )
 @pytest.mark.parametrize(("backend", "dtype"), EVERY)
 def test_lengths(backend, dtype, s_q, s_k):
@@ -168,6 +170,21 @@ def test_a_masked_key_gets_no_gradient_however_large_its_scores(backend, dtype, 
     results = assert_parity(whole, backend)
     for gradient in (results[name] for name in ("dkey", "dvalue") if name in results):
         assert not gradient[0, :, 3].any() and not gradient[1, :, 8:].any()
+
+
+@pytest.mark.parametrize("width", [20, 72])
+@pytest.mark.parametrize(("backend", "dtype"), SERVED)
+def test_head_dims_across_blocks(backend, dtype, width):
+    assert_parity(case(1, 1, 40, 140, width, dtype), backend)
+
+
+# Of masked keys, whose rows become 0.
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+@pytest.mark.parametrize(("backend", "dtype"), SERVED)
+def test_large_scores_beside_blocks_without_keys(backend, dtype):
+    """2 to the power of such a score overflows: a block in which all keys are masked must not reset the maximum."""
+    mask = torch.arange(140).ge(130).view(1, 1, 1, 140)
+    assert_parity(case(1, 1, 5, 140, 16, dtype, mask, scale=64.0), backend)
 
 
 ACROSS_BLOCKS = {

@@ -10,8 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bertfast import nn, ops, reference, use_backend
 from bertfast.kernels import tiles
-from helpers.op_cases import random, seed_tensor
+from helpers.op_cases import Attention, VarlenAttention, random, seed_tensor
 from helpers.poison import poisoned_memory  # noqa: F401
+from helpers.tolerance import assert_parity
 
 attention = importlib.import_module("bertfast.kernels.attention")
 varlen_attention = importlib.import_module("bertfast.kernels.varlen_attention")
@@ -31,7 +32,7 @@ def sequence_of_kernel(out_ptr, cu_seqlens_ptr, sequences, total, BLOCK: tl.cons
     tl.store(out_ptr + 2 * i_block + 1, i_own)
 
 
-def blocks_of(lengths, block=16, step=64):
+def blocks_of(lengths, block=16, step=4):
     """(sequence, block) of every program, in their order."""
     ends = torch.tensor([0, *lengths]).cumsum(0).int()
     launched = tiles.attention_blocks(sum(lengths), block, len(lengths))
@@ -48,7 +49,8 @@ LENGTHS = {
     "zeros": [0, 5, 0, 0, 33, 0],
     "equal": [40] * 9,
     "one long": [4, 5, 6, 130, 4, 3],
-    "more than a step of sequences": [3, 70, *([5] * 80), 64, 0, 1],
+    "several steps": [3, 70, *([5] * 8), 64, 0, 1],
+    "around twice the mean": [20, 9, 9, 9, 9, 40, 9, 9, 60, 3],
 }
 
 
@@ -132,6 +134,27 @@ def test_memory_grows_with_the_length(dropout_p, biased):
     assert 0 < long < 4.2 * short
     # q, k, v, out, their gradients and the cotangent's copy, and three rows of statistics.
     assert long <= 256 * 2 * (9 * 16 + 4) * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("packed", [False, True])
+def test_blocks_by_descriptor(packed, dtype, monkeypatch):
+    """As on Hopper and Blackwell: several whole blocks, of views of one projection and beside each other's ends."""
+    seen = []
+    real = attention.descriptor_of
+    monkeypatch.setattr(tiles, "attention_descriptors", lambda *facts: True)
+    monkeypatch.setattr(attention, "descriptor_of", lambda *how: seen.append(real(*how)) or seen[-1])
+    values = random(330, 3, 2, 16, dtype=dtype, seed=1, grad=False)
+    if packed:
+        names = ("query", "key", "value")
+        ends = torch.tensor([0, 70, 100, 330], dtype=torch.int32)
+        views = dict(zip(names, (view.requires_grad_() for view in values.unbind(1)), strict=True))
+        case = VarlenAttention({**views, "cu_seqlens_q": ends, "cu_seqlens_k": ends})
+    else:
+        views = (view.requires_grad_() for view in values.view(2, 165, 3, 2, 16).permute(2, 0, 3, 1, 4).unbind(0))
+        case = Attention({**dict(zip(("query", "key", "value"), views, strict=True)), "attn_mask": None})
+    assert_parity(case, "triton")
+    assert seen and None not in seen
 
 
 class Launches(TorchDispatchMode):
