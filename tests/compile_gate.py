@@ -4,6 +4,7 @@
     python tests/compile_gate.py --write         check, and write tests/compiled/triton-<version>.csv
     python tests/compile_gate.py --targets 86,89 for these capabilities, which the table need not list
     python tests/compile_gate.py --calls 768     the calls whose names match; nothing is missed then
+    python tests/compile_gate.py --sample 8      one in 8 compilations, if the table was written from these very sources
 
 Every call of `helpers/kernel_calls.py` runs under `helpers/fake_gpu.py`, so specialisation comes from actual arguments.
 Registers and stack are those of the machine code; accesses and matrix instructions are counted in PTX, from which
@@ -38,7 +39,17 @@ from triton.runtime.jit import JITFunction
 import bertfast.kernels
 from bertfast.kernels.launch import Launcher
 from bertfast.kernels.tiles import MULTIPROCESSORS
-from helpers.compiled import Facts, Row, complaints, read_table, regressions, table_path, write_table
+from helpers.compiled import (
+    Facts,
+    Row,
+    complaints,
+    is_written_from,
+    note_sources,
+    read_table,
+    regressions,
+    table_path,
+    write_table,
+)
 from helpers.fake_gpu import fake_gpu
 from helpers.kernel_calls import CALLS
 
@@ -152,6 +163,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--targets", help=f"comma-separated capabilities, or 'all': {sorted(MULTIPROCESSORS)}")
     parser.add_argument("--calls", help="a regular expression: the names of the calls to make")
     parser.add_argument(
+        "--sample", type=int, metavar="N", help="one compilation in N, if no source changed since the table was written"
+    )
+    parser.add_argument(
         "--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: one a core)"
     )
     options = parser.parse_args()
@@ -159,20 +173,22 @@ def _options() -> argparse.Namespace:
         options.targets = (
             sorted(MULTIPROCESSORS) if options.targets == "all" else list(map(int, options.targets.split(",")))
         )
-    if options.write and (options.targets or options.calls):
-        parser.error("--write takes no --targets and no --calls: the table is written as a whole")
+    if options.write and (options.targets or options.calls or options.sample):
+        parser.error("--write takes no --targets, --calls or --sample: the table is written as a whole")
     return options
 
 
-def compile_calls(targets: list[int] | None, names: str | None, jobs: int) -> tuple[list[Variant], list[str]]:
-    """Every variant once, and what is wrong with its making."""
+def compile_calls(
+    targets: list[int] | None, names: str | None, every: int, jobs: int
+) -> tuple[list[Variant], list[str]]:
+    """Every variant once, of each `every`-th pair of call and target, and what is wrong with its making."""
     tasks = [
         (index, target)
         for index, call in enumerate(CALLS)
         if names is None or re.search(names, call.name)
         for target in (targets or call.targets)
         if target >= min(call.targets)
-    ]
+    ][::every]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         results = list(pool.map(compile_call, *zip(*tasks, strict=True)))
@@ -197,8 +213,9 @@ def compare(rows: list[Row], path: Path, whole: bool) -> list[str]:
 
 def main() -> int:
     options, started = _options(), time.perf_counter()
-    whole = not (options.targets or options.calls)
-    variants, errors = compile_calls(options.targets, options.calls, options.jobs)
+    every = options.sample if options.sample and is_written_from(triton.__version__) else 1
+    whole = every == 1 and not (options.targets or options.calls)
+    variants, errors = compile_calls(options.targets, options.calls, every, options.jobs)
     rows = sorted((variant.row for variant in variants), key=lambda row: row.kernel)
     launched = {row.kernel for row in rows}
     errors += [f"{variant.row}: {what}" for variant in variants for what in complaints(variant.row, variant.facts)]
@@ -206,13 +223,15 @@ def main() -> int:
         errors += [f"{name}: no call launches it" for name in sorted(defined_kernels() - launched)]
     if options.write:
         write_table(table_path(triton.__version__), rows)
+        note_sources(triton.__version__)
     else:
         errors += compare(rows, table_path(triton.__version__), whole)
     spilled = [f"{row}: {row.stack} bytes of spilled registers" for row in rows if row.stack]
     seconds = time.perf_counter() - started
     for line in (*spilled, *(f"error: {error}" for error in errors)):
         print(line)
-    print(f"Triton {triton.__version__}: {len(rows)} variants of {len(launched)} kernels in {seconds:.0f} s")
+    sample = f" (a sample of one in {every}: the table is of these sources)" if every > 1 else ""
+    print(f"Triton {triton.__version__}: {len(rows)} variants of {len(launched)} kernels in {seconds:.0f} s{sample}")
     return bool(errors)
 
 

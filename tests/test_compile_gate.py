@@ -1,5 +1,6 @@
 """The compile gate: that the kernels pass it, and that it notices what it is there to notice."""
 
+import json
 import os
 import re
 import subprocess
@@ -7,8 +8,9 @@ import sys
 
 import pytest
 
+from helpers import compiled
 from helpers.compiled import FOLDER, REGISTER_MARGIN, Facts, Row, complaints, read_table, regressions, write_table
-from helpers.project import ROOT, copy_installation, run_python
+from helpers.project import ROOT, copy_installation, copy_tree, run_python
 
 ROW = Row(
     kernel="some_kernel",
@@ -35,6 +37,23 @@ def test_the_gate():
     command = [sys.executable, str(ROOT / "tests" / "compile_gate.py")]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_table_is_of_its_sources_until_they_change(monkeypatch, tmp_path):
+    monkeypatch.setattr(compiled, "SOURCES", tmp_path / "sources.json")
+    compiled.note_sources("3.9.0")
+    compiled.note_sources("3.8.1")
+    assert compiled.is_written_from("3.9.1") and compiled.is_written_from("3.8.0")
+    assert not compiled.is_written_from("3.6.0")
+    monkeypatch.setattr(compiled, "ROOT", copy_tree(tmp_path / "copy"))
+    assert compiled.is_written_from("3.9.0")
+    kernel = tmp_path / "copy" / "kernels" / "gemm.py"
+    kernel.write_text(kernel.read_text() + "# changed\n")
+    assert not compiled.is_written_from("3.9.0")
+
+
+def test_every_table_notes_its_sources():
+    assert {path.stem for path in FOLDER.glob("*.csv")} == json.loads(compiled.SOURCES.read_text()).keys()
 
 
 def test_a_sound_row():

@@ -4,13 +4,18 @@ against the committed table."""
 from __future__ import annotations
 
 import csv
+import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from bertfast.kernels.tiles import SHARED_KIB
+from helpers.project import ROOT
 
-FOLDER = Path(__file__).resolve().parents[1] / "compiled"
+FOLDER = ROOT / "tests" / "compiled"
+# Of what each table was written from.
+SOURCES = FOLDER / "sources.json"
 
 # Registers are given to warps in units of 8 a thread; another unit may cost a resident block.
 REGISTER_MARGIN = 8
@@ -151,6 +156,25 @@ def regressions(rows: Iterable[Row], table: Iterable[Row]) -> list[str]:
 def table_path(triton_version: str) -> Path:
     """Tables are per minor version of Triton, whose ptxas is part of it."""
     return FOLDER / f"triton-{'.'.join(triton_version.split('.')[:2])}.csv"
+
+
+def sources_digest() -> str:
+    """Of what decides, beside Triton's version, what is compiled."""
+    calls = ("bertfast/dropout.py", "tests/helpers/fake_gpu.py", "tests/helpers/kernel_calls.py")
+    files = [*sorted((ROOT / "kernels").glob("*.py")), *(ROOT / name for name in calls)]
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def is_written_from(triton_version: str) -> bool:
+    """Whether the committed table of a version was written from the sources as they are."""
+    return json.loads(SOURCES.read_text()).get(table_path(triton_version).stem) == sources_digest()
+
+
+def note_sources(triton_version: str) -> None:
+    """Notes that the table of a version was written from the sources as they are."""
+    known = json.loads(SOURCES.read_text()) if SOURCES.exists() else {}
+    known[table_path(triton_version).stem] = sources_digest()
+    SOURCES.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
 
 
 def read_table(path: Path) -> list[Row]:
