@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bertfast import nn, ops, reference, use_backend
 from bertfast.kernels import tiles
 from helpers.op_cases import Attention, VarlenAttention, random, seed_tensor
-from helpers.poison import poisoned_memory  # noqa: F401
+from helpers.poison import every_other, padded_rows, poisoned_memory  # noqa: F401
 from helpers.tolerance import assert_parity
 
 attention = importlib.import_module("bertfast.kernels.attention")
@@ -50,6 +50,7 @@ LENGTHS = {
     "equal": [40] * 9,
     "one long": [4, 5, 6, 130, 4, 3],
     "several steps": [3, 70, *([5] * 8), 64, 0, 1],
+    "twice the mean": [20, 5, 5, 10],
     "around twice the mean": [20, 9, 9, 9, 9, 40, 9, 9, 60, 3],
 }
 
@@ -109,6 +110,7 @@ def test_statistics_add_up_to_lse(kind, is_causal):
     lse = reference.attention(*doubles, mask, is_causal=is_causal, scale=0.25)[1]
     assert (kind == "none") == bool(lse.isfinite().all())
     torch.testing.assert_close(stats.double().sum(0), lse, atol=1e-5, rtol=0)
+    assert not stats[1][lse.isinf()].any()
 
 
 def allocated(function):
@@ -155,6 +157,76 @@ def test_blocks_by_descriptor(packed, dtype, monkeypatch):
         case = Attention({**dict(zip(("query", "key", "value"), views, strict=True)), "attn_mask": None})
     assert_parity(case, "triton")
     assert seen and None not in seen
+
+
+@pytest.fixture(params=[(16, 32), (32, 16)], ids=["16x32", "32x16"])
+def small_tiles(request, monkeypatch):
+    """So that a few dozen rows are many blocks."""
+    block_m, block_n = request.param
+    for name in ("attention_fwd", "attention_bwd_dq", "attention_bwd_dk_dv", "attention_mask_bwd"):
+        monkeypatch.setattr(tiles, name, lambda *facts: tiles.AttentionTile(block_m, block_n, 16, 4, 1))
+
+
+def padded_case(mask, dtype=torch.float32, **settings):
+    batch, heads, s_q, s_k = 2, 2, 40, 60
+    rows = (random(batch, heads, n, 8, dtype=dtype, seed=seed) for seed, n in ((1, s_q), (2, s_k), (3, s_k)))
+    q, k, v = map(padded_rows, rows)
+    return Attention({"query": q, "key": k, "value": v, "attn_mask": mask}, settings)
+
+
+@pytest.mark.parametrize("queries", [1, 40])
+@pytest.mark.parametrize("keys", [1, 60])
+@pytest.mark.parametrize("by", [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_gradient_of_a_bias_over_many_blocks(small_tiles, by, queries, keys):
+    bias = random(*by, queries, keys, dtype=torch.float32, seed=4)
+    assert_parity(padded_case(bias, dropout_p=0.2, seed=seed_tensor()), "triton")
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "strided"),
+    [(None, False), ((2, 1, 1, 60), True), ((1, 2, 1, 60), False), ((40, 60), False), ((2, 2, 40, 60), True)],
+)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+def test_many_blocks(small_tiles, dropout_p, shape, strided, is_causal):
+    mask = None if shape is None else torch.rand(shape, generator=torch.Generator().manual_seed(5)) < 0.5
+    mask = every_other(mask) if strided else mask
+    dropout = {"dropout_p": dropout_p, "seed": seed_tensor()} if dropout_p else {}
+    assert_parity(padded_case(mask, is_causal=is_causal, **dropout), "triton")
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("lengths", [([70, 3, 0, 40], [75, 20, 5, 35]), ([33, 64], [0, 70])])
+def test_many_blocks_of_packed_sequences(small_tiles, lengths, is_causal):
+    ends = [torch.tensor([0, *of]).cumsum(0).int() for of in lengths]
+    sizes = [sum(of) for of in (lengths[0], lengths[1], lengths[1])]
+    views = (random(n, 2, 8, dtype=torch.float32, seed=seed) for seed, n in enumerate(sizes, 1))
+    inputs = dict(zip(("query", "key", "value"), views, strict=True))
+    case = VarlenAttention({**inputs, "cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1]}, {"is_causal": is_causal})
+    assert_parity(case, "triton")
+
+
+@pytest.mark.parametrize(("is_causal", "steps"), [(False, 16), (True, 10)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_no_block_is_multiplied_that_nothing_sees(packed, is_causal, steps, monkeypatch):
+    """Blocks of 16 of a sequence of 64: two matrix products a step forward, three for dq, four for dk and dv."""
+    for name in ("attention_fwd", "attention_bwd_dq", "attention_bwd_dk_dv"):
+        monkeypatch.setattr(tiles, name, lambda *facts: tiles.AttentionTile(16, 16, 16, 4, 1))
+    products = []
+    builder = triton.runtime.interpreter.interpreter_builder
+    real = builder.create_dot
+    monkeypatch.setattr(builder, "create_dot", lambda *of: products.append(of) or real(*of))
+    if packed:
+        views = [random(64, 1, 16, dtype=torch.float32, seed=seed) for seed in (1, 2, 3)]
+        ends = torch.tensor([0, 64], dtype=torch.int32)
+        out = ops.varlen_attention(*views, ends, ends, 64, 64, is_causal=is_causal, backend="triton")
+    else:
+        views = [random(1, 1, 64, 16, dtype=torch.float32, seed=seed) for seed in (1, 2, 3)]
+        out = ops.attention(*views, is_causal=is_causal, backend="triton")
+    assert len(products) == 2 * steps
+    products.clear()
+    out.sum().backward()
+    assert len(products) == (3 + 4) * steps
 
 
 class Launches(TorchDispatchMode):
