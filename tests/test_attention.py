@@ -57,9 +57,9 @@ def test_head_dims(backend, dtype, width):
 @pytest.mark.parametrize("width", [1, 4, 8, 12, 20, 24, 32, 48, 64, 72, 80, 96, 128, 160, 256])
 @pytest.mark.parametrize(("backend", "dtype"), EVERY)
 def test_head_dims_and_lengths(backend, dtype, width):
-    for length in (1, 2, 3, 15, 16, 17, 31, 33):
-        for mask in (None, bools(2, 1, 1, length)):
-            assert_parity(case(2, 2, length, length, width, dtype, mask), backend)
+    for length in (1, 3, 15, 16, 17, 33):
+        mask = bools(2, 1, 1, length) if length % 4 == 1 else None
+        assert_parity(case(2, 2, length, length, width, dtype, mask), backend)
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 5, 5, 8), (2, 0, 5, 5, 8), (2, 3, 0, 5, 8), (2, 3, 5, 0, 8), (2, 3, 0, 0, 8)])
