@@ -379,6 +379,9 @@ def attention_fwd_kernel(
 
 _fwd = Launcher(attention_fwd_kernel)
 
+# Scales below that may become 0 in fp32, and -inf times 0 is NaN.
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+
 
 def strides_of(x: Tensor) -> tuple[int, int, int]:
     """Strides of batch, head and position of (B, H, S, D); of packed (T, H, D), which has no batch."""
@@ -520,8 +523,10 @@ def call_of(query, key, value, mask, cu_seqlens_q, cu_seqlens_k, seed, dropout_p
     """Arguments of the ops as kernels take them. Kernels take the maximum before they scale, so the scale's sign goes
     into the queries."""
     dq_scale = scale
-    if scale <= 0:
-        query, scale = (query.neg(), -scale) if scale < 0 else (torch.zeros_like(query), 1.0)
+    if abs(scale) < SMALLEST_SCALE:
+        query, scale = torch.zeros_like(query), 1.0
+    elif scale < 0:
+        query, scale = query.neg(), -scale
     if cu_seqlens_q is not None and cu_seqlens_q.numel() < 2 and query.shape[0] + key.shape[0] > 0:
         raise ValueError(f"cu_seqlens_q must hold the ends of a sequence or more, got {cu_seqlens_q.numel()} values")
     ends = (None if t is None else t.contiguous() for t in (cu_seqlens_q, cu_seqlens_k))

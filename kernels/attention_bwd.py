@@ -404,7 +404,11 @@ def launch_bwd(
             tile.block_m, tile.block_n, tile.block_d, tiles.attention_sequences(sequences),
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
-    if dk.numel() > 0:
+    if length_q == 0:
+        # A mask may be read by key alone, but one of no queries has no memory.
+        dk.zero_()
+        dv.zero_()
+    elif dk.numel() > 0:
         tile = tiles.attention_bwd_dk_dv(keys, *facts)
         blocks = tiles.attention_blocks(length_k, tile.block_n, sequences)
         _dk_dv(

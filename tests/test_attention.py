@@ -64,10 +64,27 @@ def test_head_dims_and_lengths(backend, dtype, width):
 
 @pytest.mark.parametrize("shape", [(0, 2, 5, 5, 8), (2, 0, 5, 5, 8), (2, 3, 0, 5, 8), (2, 3, 5, 0, 8), (2, 3, 0, 0, 8)])
 @pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("mask", [None, "keys", "pairs", "expanded", "float"])
 @pytest.mark.parametrize(("backend", "dtype"), EVERY)
-def test_empty(backend, dtype, shape, is_causal):
-    results = assert_parity(case(*shape, dtype, is_causal=is_causal), backend)
+def test_empty(backend, dtype, mask, shape, is_causal):
+    batch, _, s_q, s_k, _ = shape
+    made = {
+        None: lambda: None,
+        "keys": lambda: bools(batch, 1, 1, s_k),
+        "pairs": lambda: bools(s_q, s_k),
+        "expanded": lambda: bools(batch, 1, 1, s_k).expand(batch, 1, s_q, s_k),
+        "float": lambda: bias_of(bools(batch, 1, s_q, s_k), dtype),
+    }[mask]()
+    results = assert_parity(case(*shape, dtype, made, is_causal=is_causal), backend)
     assert not any(result.any() for result in results.values())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_heads_without_any_dimension(backend):
+    empty = torch.ones(2, 3, 5, 0, requires_grad=True)
+    out = ops.attention(empty, empty, empty, torch.ones(5, 5), backend=backend)
+    out.sum().backward()
+    assert out.shape == empty.grad.shape == (2, 3, 5, 0)
 
 
 MASKS = {
@@ -123,6 +140,16 @@ def test_a_bias_gets_its_gradient(backend, dtype, name):
 def test_masks_of_another_dtype(backend, dtype, of):
     mask = bias_of(MASKS["(b, 1, q, k)"](2, 3, 9, 11), of)
     assert_parity(case(2, 3, 9, 11, 16, dtype, mask), backend)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_eight_bit_mask(backend, is_causal):
+    ones = torch.ones(1, 1, 5, 16)
+    mask = torch.tensor([0.0, 1.0, -2.0, 0.5, 4.0]).expand(5, 5)
+    expected = ops.attention(ones, ones, ones, mask, is_causal=is_causal, backend=backend)
+    out = ops.attention(ones, ones, ones, mask.to(torch.float8_e4m3fn), is_causal=is_causal, backend=backend)
+    torch.testing.assert_close(out, expected)
 
 
 # Of keys beyond the sequence, in rows that are not stored.
@@ -267,7 +294,7 @@ def test_causality_is_aligned_at_the_top_left(backend, dtype, s_q, s_k):
     assert torch.equal(results["out"][:, :, 0], first)
 
 
-@pytest.mark.parametrize("scale", [None, 1.0, 0.01, -0.5, 0.0])
+@pytest.mark.parametrize("scale", [None, 1.0, 0.01, -0.5, 0.0, 1e-50, -1e-50])
 @pytest.mark.parametrize(("backend", "dtype"), EVERY)
 def test_scale(backend, dtype, scale):
     assert_parity(Attention(case(2, 2, 9, 11, 12, dtype).inputs, {"scale": scale}), backend)

@@ -1,5 +1,8 @@
 """varlen_attention on every backend: each sequence alone, empty sequences, causality, dropout, errors."""
 
+import importlib
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -105,7 +108,7 @@ def test_views_of_one_packed_projection(backend, dtype):
     assert_parity(VarlenAttention({"query": q, "key": k, "value": v, "cu_seqlens_q": cu, "cu_seqlens_k": cu}), backend)
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.01, -0.5])
+@pytest.mark.parametrize("scale", [1.0, 0.01, -0.5, 1e-50])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_scale(backend, scale):
     assert_parity(case([4, 5], [4, 5], 2, 16, torch.float32, scale=scale), backend)
@@ -207,6 +210,8 @@ def _cu(*values):
         ({"cu_seqlens_k": _cu(0, 3, 8).to("meta")}, ValueError, "cu_seqlens_k is on meta, expected cpu"),
         ({"max_seqlen_q": 4}, ValueError, "cu_seqlens_q holds a sequence of 5 tokens, more than its maximum of 4"),
         ({"max_seqlen_k": 4}, ValueError, "cu_seqlens_k holds a sequence of 5 tokens"),
+        ({"max_seqlen_q": None}, TypeError, "max_seqlen_q must be an int, got NoneType"),
+        ({"max_seqlen_k": "5"}, TypeError, "max_seqlen_k must be an int, got str"),
         ({"dropout_p": 2.0}, ValueError, "dropout_p must be between 0 and 1"),
         ({"backend": "cuda"}, BackendError, "cuda: "),
     ],
@@ -214,6 +219,36 @@ def _cu(*values):
 def test_wrong_arguments(changes, error, message):
     with pytest.raises(error, match=message):
         ops.varlen_attention(**_arguments(**changes))
+
+
+def test_what_stock_is_given_on_a_gpu(monkeypatch):
+    """What its kernels refuse goes to the padded form."""
+    module = importlib.import_module("bertfast.ops.varlen_attention")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+
+    def serves(query, key, value, dropout_p=0.0):
+        views = (
+            SimpleNamespace(is_cuda=True, **{name: getattr(x, name) for name in facts}) for x in (query, key, value)
+        )
+        return module._stock_varlen_serves(*views, dropout_p)
+
+    facts = ("dtype", "device", "shape", "stride")
+    packed = torch.empty(8, 2, 48, dtype=torch.float16)
+    query, other = packed[..., :16], packed[..., :24]
+    assert serves(query, query, query)
+    assert not serves(query, query, query, 0.1)
+    assert not serves(query, query, other)
+    assert not serves(query.float(), query, query)
+    for views in (packed[..., ::3], packed[:, :0], packed[..., :0], packed[..., :12]):
+        assert not serves(views, views, views)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_heads_without_any_dimension(backend):
+    empty, ends = torch.ones(8, 2, 0, requires_grad=True), _cu(0, 3, 8)
+    out = ops.varlen_attention(empty, empty, empty, ends, ends, 5, 5, backend=backend)
+    out.sum().backward()
+    assert out.shape == empty.grad.shape == (8, 2, 0)
 
 
 @pytest.mark.parametrize(

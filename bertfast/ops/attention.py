@@ -64,6 +64,8 @@ def sdpa(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Stock scaled_dot_product_attention with a mask and causality together, and with a replayed dropout mask."""
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        attn_mask = _bias_as(attn_mask, query.dtype)
     if is_causal and (attn_mask is not None or (bottom_right and query.shape[-2] != key.shape[-2])):
         visible = causal_mask(query.shape[-2], key.shape[-2], query.device, bottom_right)
         if attn_mask is None:
@@ -73,8 +75,6 @@ def sdpa(
         else:
             attn_mask = attn_mask.masked_fill(~visible, -math.inf)
         is_causal = False
-    if attn_mask is not None and attn_mask.dtype != torch.bool:
-        attn_mask = _bias_as(attn_mask, query.dtype)
     if dropout_p > 0.0 and seed is not None:
         batch, heads, s_q, _ = query.shape
         if enable_gqa:
@@ -163,7 +163,7 @@ class _Attention(torch.autograd.Function):
 
 def _fused(backend, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, seed):
     seed = seed_for(dropout_p, seed, query.device)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scale = default_scale(query) if scale is None else scale
     if attn_mask is not None and attn_mask.dtype not in FLOAT | {torch.bool}:
         attn_mask = _bias_as(attn_mask, torch.float32)
     if needs_grad(query, key, value, attn_mask):
@@ -246,6 +246,11 @@ def attention(
     )
     chosen = choose(call, backend)
     return chosen.implementation(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, _seed)
+
+
+def default_scale(query: Tensor) -> float:
+    """1/sqrt(D); of heads without any dimension, which have no scores, 1."""
+    return query.shape[-1] ** -0.5 if query.shape[-1] else 1.0
 
 
 def attention_features(query: Tensor, value: Tensor, enable_gqa: bool = False) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from bertfast.ops._autocast import to_autocast
 from bertfast.ops._checks import check_device, check_required, check_same_dtype, check_tensors, values_are_checked
 from bertfast.ops._library import TRITON_DEVICES, define, triton_unavailable
 from bertfast.ops._once import distinct, once
-from bertfast.ops.attention import attention_features, check_attention_shapes, sdpa
+from bertfast.ops.attention import attention_features, check_attention_shapes, default_scale, sdpa
 
 
 def _per_sequence(query, key, value, ends_q, ends_k, dropout_p, is_causal, scale):
@@ -77,7 +77,7 @@ def _torch(query, key, value, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, sc
         ends_q = cu_q.tolist()
         ends_k = ends_q if cu_k is cu_q else cu_k.tolist()
         return _per_sequence(query, key, value, ends_q, ends_k, dropout_p, is_causal, scale)
-    if _stock_varlen_serves(query, dropout_p):
+    if _stock_varlen_serves(query, key, value, dropout_p):
         from torch.nn.attention.varlen import varlen_attn
 
         # Keywords that torch gained over time are passed only where they are needed.
@@ -88,13 +88,17 @@ def _torch(query, key, value, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, sc
     return _padded(query, key, value, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, scale, seed)
 
 
-def _stock_varlen_serves(query, dropout_p):
+def _stock_varlen_serves(query, key, value, dropout_p):
+    heads, head_dim = query.shape[1:]
     return (
         query.is_cuda
         and query.dtype in HALF
         and dropout_p == 0.0
-        and query.shape[-1] % 8 == 0
-        and query.shape[-1] <= 256
+        and heads > 0
+        and 0 < head_dim <= 256
+        and head_dim % 8 == 0
+        and value.shape[-1] == head_dim
+        and all(x.stride(-1) == 1 for x in (query, key, value))
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
     )
 
@@ -146,7 +150,7 @@ class _VarlenAttention(torch.autograd.Function):
 
 def _fused(backend, query, key, value, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, scale, seed):
     seed = seed_for(dropout_p, seed, query.device)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scale = default_scale(query) if scale is None else scale
     if needs_grad(query, key, value):
         tensors = distinct(query, key, value, cu_q, cu_k)
         return _VarlenAttention.apply(*tensors, seed, dropout_p, is_causal, scale, backend)
@@ -197,7 +201,7 @@ def varlen_attention(
             longer sequence than its maximum (on a GPU its values are looked at when `BERTFAST_VALIDATE=1`; else
             nothing is read or written outside the tensors, and rows of tokens in no sequence are undefined);
             `dropout_p` outside [0, 1].
-        TypeError: a query, key or value that is not floating point.
+        TypeError: a query, key or value that is not floating point, a maximum that is no int.
         BackendError: `backend` cannot serve these inputs.
     """
     check_probability(dropout_p)
@@ -251,6 +255,8 @@ def _check_cu_seqlens(name: str, cu_seqlens: Tensor, total: int, longest: int) -
             f"{name} must be a one-dimensional int32 or int64 tensor, got {cu_seqlens.dtype} "
             f"of shape {tuple(cu_seqlens.shape)}"
         )
+    if not isinstance(longest, (int, torch.SymInt, Tensor)):
+        raise TypeError(f"{name.replace('cu_seqlens', 'max_seqlen')} must be an int, got {type(longest).__name__}")
     if not values_are_checked(cu_seqlens):
         return
     ends = cu_seqlens.tolist()
