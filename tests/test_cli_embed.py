@@ -161,7 +161,13 @@ def test_a_full_disk_leaves_nothing(tiny, text, out):
 def test_an_interrupt_leaves_nothing(tiny, out, sent, code):
     command = [sys.executable, "-m", "bertfast", "embed", str(tiny), "--input", "-", "--output", str(out)]
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **ENVIRONMENT}
+        command,
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **ENVIRONMENT},
+        # A shell's background job has SIGINT ignored, and passes that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 60
     while untouched(out) and process.poll() is None and time.monotonic() < deadline:
