@@ -1,7 +1,8 @@
 """bertfast: an accelerated BERT backend for PyTorch.
 
-Three ways in: load a model (`bertfast.BertModel.from_pretrained(path)`), build with the fused modules (`bertfast.nn`)
-and ops (`bertfast.ops`), or use the command line (`bertfast --help`).
+Four ways in: load a model (`bertfast.BertModel.from_pretrained(path)`), swap the fused parts into one that exists
+(`bertfast.accelerate(model)`), build with the fused modules (`bertfast.nn`) and ops (`bertfast.ops`), or use the
+command line (`bertfast --help`).
 """
 
 from bertfast import models, nn, ops, packing
@@ -9,6 +10,7 @@ from bertfast.backends import BackendError, use_backend
 from bertfast.configuration import PRESETS, BertConfig, DistilBertConfig, PretrainedConfig, RobertaConfig
 from bertfast.errors import CheckpointError
 from bertfast.models import *  # noqa: F403
+from bertfast.swap import SwapError, SwapReport, accelerate, restore
 from bertfast.tokenization import Tokenizer
 from bertfast.weight_cache import refresh
 
@@ -22,12 +24,25 @@ __all__ = [
     "DistilBertConfig",
     "PretrainedConfig",
     "RobertaConfig",
+    "SwapError",
+    "SwapReport",
     "Tokenizer",
+    "accelerate",
     "models",
     "nn",
     "ops",
     "packing",
     "refresh",
+    "register_attention",
+    "restore",
     "use_backend",
     *models.__all__,
 ]
+
+
+def __getattr__(name: str):
+    if name == "register_attention":
+        from bertfast.swap import register_attention
+
+        return register_attention
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

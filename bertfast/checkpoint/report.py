@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 from bertfast.checkpoint.keys import is_stray_buffer
+from bertfast.tables import merge_layers, table
 
 
 @dataclass
@@ -48,37 +47,24 @@ class LoadReport:
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Lines of the table: name, what happened, detail. The same tensor of several layers is one line."""
-        entries = [(_layers_as_star(name), "missing", "newly initialised") for name in self.missing]
+        entries = [(name, "missing", "newly initialised") for name in self.missing]
         entries += [
-            (_layers_as_star(name), "mismatched", f"newly initialised: {list(found)} in the file, {list(wanted)} here")
+            (name, "mismatched", f"newly initialised: {list(found)} in the file, {list(wanted)} here")
             for name, (found, wanted) in self.mismatched.items()
         ]
         entries += [
-            (_layers_as_star(name), "unexpected", "a buffer, not needed" if is_stray_buffer(name) else "not used")
+            (name, "unexpected", "a buffer, not needed" if is_stray_buffer(name) else "not used")
             for name in self.unexpected
         ]
-        counts = Counter(entries)
-        return [
-            (name, status, detail if count == 1 else f"{detail} ({count} layers)")
-            for (name, status, detail), count in counts.items()
-        ]
+        return merge_layers(entries)
 
     def __str__(self) -> str:
         rows = self.rows()
         lines = [f"{self.model} from {self.source}: " + (self._summary() if rows else "every weight found and used")]
         if rows:
-            rows.insert(0, ("name", "status", "what happened"))
-            widths = [max(len(row[column]) for row in rows) for column in range(3)]
-            rows.insert(1, tuple("-" * width for width in widths))
-            lines += [
-                "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-            ]
+            lines += table(("name", "status", "what happened"), rows)
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
     def _summary(self) -> str:
         counts = {"missing": self.missing, "mismatched": self.mismatched, "unexpected": self.unexpected}
         return ", ".join(f"{len(names)} {status}" for status, names in counts.items() if names)
-
-
-def _layers_as_star(name: str) -> str:
-    return re.sub(r"\.\d+\.", ".*.", name)

@@ -1,0 +1,214 @@
+"""`accelerate` and `restore`: fused forwards for the modules of a model that exists, and back.
+
+A module is swapped by a new `__class__`, a subclass of its own that keeps its name and only has another forward; so
+its parameters, children, hooks and state dict stay what they are. Models of transformers keep their class and get a
+forward pre-hook instead. Which modules, and how, is known by providers, one module of Python for each library:
+
+    def swapper_for(module: nn.Module) -> Swapper | None    how to swap it; None for what is not a stock type
+    def reason_left(module: nn.Module) -> str | None        why a module that one might expect swapped is not
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
+from typing import NamedTuple, Protocol
+
+from torch import nn
+
+from bertfast.backends import use_backend
+from bertfast.swap.report import SwapReport
+
+# A provider, and the package without which none of its modules exist.
+PROVIDERS = {"bertfast.swap.torch_nn": "torch", "bertfast.swap.huggingface": "transformers"}
+STOCK = "_bertfast_stock"
+OPTIONS = "_bertfast_options"
+
+
+class SwapError(ValueError):
+    """`accelerate(strict=True)` found modules that cannot be swapped."""
+
+
+class Options(NamedTuple):
+    """What `accelerate` was asked for; of a swapped module, its attribute `_bertfast_options`."""
+
+    unpad: bool = True
+    backend: str = "auto"
+
+    def backend_in_force(self) -> AbstractContextManager[None]:
+        """The context in which a swapped module's ops run."""
+        return nullcontext() if self.backend == "auto" else use_backend(self.backend)
+
+
+class Swapper(Protocol):
+    """How modules of one type are swapped."""
+
+    becomes: str
+
+    def reasons(self, module: nn.Module) -> list[str]:
+        """Why `module` cannot be swapped."""
+
+    def swap(self, module: nn.Module, options: Options) -> None:
+        """Swaps `module`, for which there are no reasons."""
+
+
+class ClassSwapper:
+    """Gives a module another class.
+
+    Args:
+        swapped: a subclass of the stock class, with its name, whose attribute `_bertfast_stock` is the stock class.
+            Found under its name in its Python module, so that modules can be pickled.
+        becomes: what the report says of it.
+        reasons: why a module cannot be swapped.
+    """
+
+    def __init__(self, swapped: type[nn.Module], becomes: str, reasons: Callable[[nn.Module], list[str]]) -> None:
+        self.swapped, self.becomes, self.reasons = swapped, becomes, reasons
+
+    def swap(self, module: nn.Module, options: Options) -> None:
+        module.__class__ = self.swapped
+        module.__dict__[OPTIONS] = options
+
+
+class SwapHook:
+    """A forward pre-hook of ours, with keyword arguments. It has no state but its options, and can be pickled."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        raise NotImplementedError
+
+
+class HookSwapper:
+    """Registers a `SwapHook` of a class on a module, which keeps its own class.
+
+    Args: as `ClassSwapper`.
+    """
+
+    def __init__(self, hook: type[SwapHook], becomes: str, reasons: Callable[[nn.Module], list[str]]) -> None:
+        self.hook, self.becomes, self.reasons = hook, becomes, reasons
+
+    def swap(self, module: nn.Module, options: Options) -> None:
+        module.register_forward_pre_hook(self.hook(options), with_kwargs=True)
+
+
+def stock_of(module: nn.Module) -> type[nn.Module] | None:
+    """The class that a module had before we swapped it; None where its class is none of ours."""
+    return vars(type(module)).get(STOCK)
+
+
+def our_hooks(module: nn.Module) -> list[int]:
+    """Ids of our pre-hooks of a module."""
+    return [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, SwapHook)]
+
+
+def accelerate(model: nn.Module, *, unpad: bool = True, backend: str = "auto", strict: bool = False) -> SwapReport:
+    """Swaps fused forwards into the modules of a model, in place; `restore` undoes it.
+
+    Parameters, `state_dict()`, the training flag, dtypes, devices and what `save_pretrained` writes stay as they are.
+    Whether a module can be fused is looked at again in each forward: hooks, adapters and quantised layers that come
+    later work as they do without the swap. A second call only replaces the options.
+
+    Args:
+        model: any module; models that are known are found inside it.
+        unpad: compute no padding where there is a 2-D mask; padded rows of the encoder's output are then 0. False
+            gives stock's rows.
+        backend: of every op in the swapped modules, as in `use_backend`.
+        strict: raise where a module cannot be swapped, instead of reporting it.
+
+    Returns:
+        What was swapped and what was left, with reasons.
+
+    Raises:
+        TypeError: `model` is no module.
+        ValueError: an unknown backend.
+        SwapError: with `strict`, when something is left or nothing is known; the model is as it was.
+    """
+    modules = _named_modules(model)
+    with use_backend(backend):
+        pass
+    options = Options(unpad, backend)
+    report = SwapReport(type(model).__name__)
+    todo: list[Callable[[], None]] = []
+    again = 0
+    providers = list(_providers())
+    for name, module in modules:
+        kind = type(module).__name__
+        swapper = next(filter(None, (provider.swapper_for(module) for provider in providers)), None)
+        if stock_of(module) is not None or our_hooks(module):
+            report.swapped[name] = (kind, "swapped already")
+            todo.append(lambda module=module: _set_options(module, options))
+            again += 1
+        elif swapper is not None and not (reasons := swapper.reasons(module)):
+            report.swapped[name] = (kind, swapper.becomes)
+            todo.append(lambda module=module, swapper=swapper: swapper.swap(module, options))
+        elif swapper is not None:
+            report.left[name] = (kind, "; ".join(reasons))
+        else:
+            reason = next(filter(None, (provider.reason_left(module) for provider in providers)), None)
+            if reason is not None:
+                report.left[name] = (kind, reason)
+    if not report.swapped and not report.left:
+        report.left[""] = (type(model).__name__, "there is no module of a supported class in it")
+    if strict and report.left:
+        raise SwapError(str(report))
+    for step in todo:
+        step()
+    if again:
+        report.notes.append(f"{again} modules were swapped already; their options are now those of this call")
+    return report
+
+
+def restore(model: nn.Module) -> SwapReport:
+    """Undoes `accelerate`, for every module inside `model` that is still as it left it.
+
+    Args:
+        model: what was given to `accelerate`, or a part of it, or a wrapper around it.
+
+    Returns:
+        What was restored, and what was left because its class was changed again since.
+
+    Raises:
+        TypeError: `model` is no module.
+    """
+    report = SwapReport(type(model).__name__, verb="restored")
+    for name, module in _named_modules(model):
+        kind = type(module)
+        stock = stock_of(module)
+        if stock is not None:
+            module.__class__ = stock
+            module.__dict__.pop(OPTIONS, None)
+            report.swapped[name] = (kind.__name__, f"{stock.__module__}.{stock.__qualname__}")
+        elif hasattr(kind, STOCK):
+            report.left[name] = (kind.__name__, "its class was changed after the swap; undo that first")
+        hooks = our_hooks(module)
+        for key in hooks:
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+        if hooks:
+            report.swapped[name] = (kind.__name__, "hook removed")
+    return report
+
+
+def _named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    return list(model.named_modules())
+
+
+def _providers() -> Iterator[ModuleType]:
+    for name, package in PROVIDERS.items():
+        if package in sys.modules:
+            yield importlib.import_module(name)
+
+
+def _set_options(module: nn.Module, options: Options) -> None:
+    if stock_of(module) is not None:
+        module.__dict__[OPTIONS] = options
+    for key in our_hooks(module):
+        hook = module._forward_pre_hooks[key]
+        module._forward_pre_hooks[key] = type(hook)(options)
