@@ -33,7 +33,7 @@ __all__ = [
     "ops",
     "packing",
     "refresh",
-    "register_attention",
+    "register_attention",  # noqa: F405
     "restore",
     "use_backend",
     *models.__all__,

@@ -13,7 +13,7 @@ def layers_as_star(name: str) -> str:
 
 
 def merge_layers(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Rows whose first cell is a name, the same ones of several layers as one whose last cell ends with their number."""
+    """Rows that begin with a name. Those of several layers are one, whose last cell ends with their number."""
     counts = Counter((layers_as_star(name), *cells) for name, *cells in rows)
     return [row if count == 1 else (*row[:-1], f"{row[-1]} ({count} layers)") for row, count in counts.items()]
 
