@@ -64,12 +64,26 @@ def self_attention(
         return context.flatten(-2).unsqueeze(0), None
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if need_weights:
-        scores = reference.attention_scores(q, k, attn_mask)
-        wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        weights = apply_dropout(reference.softmax(wide).to(v.dtype), dropout_p, "attention", None)
-        return (weights @ v).transpose(1, 2).flatten(-2), weights
+        context, weights = attention_with_weights(q, k, v, attn_mask, dropout_p)
+        return context.transpose(1, 2).flatten(-2), weights
     context = ops.attention(q, k, v, attn_mask, dropout_p=dropout_p)
     return context.transpose(1, 2).flatten(-2), None
+
+
+def attention_with_weights(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`ops.attention` unfused: its result (B, H, S_q, D) and the probabilities (B, H, S_q, S_k) behind dropout."""
+    scores = reference.attention_scores(query, key, attn_mask, is_causal, scale)
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    weights = apply_dropout(reference.softmax(wide).to(value.dtype), dropout_p, "attention", None)
+    return weights @ value, weights
 
 
 class FusedSelfAttention(nn.Module):
