@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from bertfast.configuration import BertConfig
 from bertfast.models.base import PreTrainedModel
-from bertfast.models.encoder_model import EncoderModel, RowUse
+from bertfast.models.encoder_model import EncoderModel
 from bertfast.models.outputs import BaseModelOutputWithPooling, PreTrainingOutput
+from bertfast.models.plan import RowUse
 from bertfast.models.tasks import (
     MaskedLMTask,
     MultipleChoiceTask,

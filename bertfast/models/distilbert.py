@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from bertfast.configuration import DistilBertConfig
 from bertfast.models.base import PreTrainedModel
-from bertfast.models.encoder_model import REAL_ROWS, EncoderModel, RowUse
+from bertfast.models.encoder_model import EncoderModel
 from bertfast.models.outputs import BaseModelOutputWithPooling, ModelOutput
+from bertfast.models.plan import REAL_ROWS, RowUse
 from bertfast.models.tasks import (
     MaskedLMTask,
     MultipleChoiceTask,

@@ -2,53 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 
-from bertfast.backends import is_transformed
 from bertfast.configuration import PretrainedConfig
 from bertfast.models.base import PreTrainedModel
 from bertfast.models.outputs import BaseModelOutputWithPooling
+from bertfast.models.plan import REAL_ROWS, Plan, RowUse, plan_rows
 from bertfast.nn import BertEncoder, BertEncoderLayer, FusedBertEmbeddings
 from bertfast.nn.names import BERT_LAYER, LayerNames
 from bertfast.nn.plain import any_hooks
 from bertfast.ops._checks import check_broadcast
-from bertfast.packing import Packing, check_mask, mask_sizes
-
-IGNORED_LABEL = -100
-
-
-class RowUse(NamedTuple):
-    """Which results at padded positions the caller goes on to use. They exist on the padded path only.
-
-    Attributes:
-        padded_rows: all of them.
-        first_token: the first token of every row, which left padding masks.
-        labels: (B, S); those rows whose label is not -100.
-    """
-
-    padded_rows: bool = False
-    first_token: bool = False
-    labels: Tensor | None = None
-
-
-REAL_ROWS = RowUse()
-
-
-class Plan(NamedTuple):
-    """How a forward treats padding.
-
-    Attributes:
-        packing: run packed; None runs padded.
-        attn_mask: for attention on the padded path; None when every key takes part.
-        rows: (B, S) bool, the rows of the padded path to keep where the others must read 0; None keeps all.
-    """
-
-    packing: Packing | None = None
-    attn_mask: Tensor | None = None
-    rows: Tensor | None = None
+from bertfast.packing import Packing
 
 
 class Pooler(nn.Module):
@@ -170,8 +135,7 @@ class EncoderModel(PreTrainedModel):
                 output_hidden_states=output_hidden_states,
                 output_attentions=output_attentions,
             )
-            if plan.rows is not None:
-                hidden_states = hidden_states.masked_fill(~plan.rows.unsqueeze(-1), 0.0)
+            hidden_states = plan.keep_rows(hidden_states)
         else:
             hidden_states, all_hidden_states, weights = self._run_packed(inputs, plan.packing), None, None
         output = BaseModelOutputWithPooling(
@@ -191,22 +155,7 @@ class EncoderModel(PreTrainedModel):
             return Plan(attn_mask=_mask_of_pairs(mask, batch, seqlen))
         if tuple(mask.shape) != (batch, seqlen):
             raise ValueError(f"attention_mask must have shape {(batch, seqlen)}, got {tuple(mask.shape)}")
-        real = check_mask(mask)
-        padded = Plan(attn_mask=real[:, None, None, :])
-        if use.padded_rows or not self.unpad or self._has_hooks():
-            return padded
-        wanted = []
-        if use.first_token:
-            wanted.append((~real[:, :1]).any())
-        if use.labels is not None:
-            labels = use.labels.to(device).view(batch, seqlen)
-            wanted.append(((labels != IGNORED_LABEL) & ~real).any())
-        if _is_traced(real):
-            return padded._replace(rows=torch.stack([real, *(w.expand_as(real) for w in wanted)]).any(0))
-        total, longest, *found = mask_sizes(real, *wanted)
-        if total == batch * seqlen:
-            return Plan()
-        return padded if any(found) else Plan(Packing.from_sizes(real, total, longest))
+        return plan_rows(mask, use, lambda: not self.unpad or self._has_hooks())
 
     def _run_packed(self, inputs: tuple[Tensor | None, ...], packing: Packing) -> Tensor:
         """Embeddings and encoder on the real tokens alone: (B, S, N) with zeros in padded rows."""
@@ -255,10 +204,3 @@ def _mask_of_pairs(mask: Tensor, batch: int, seqlen: int) -> Tensor:
         )
     mask = mask.view(shape) if mask.is_contiguous() else mask.reshape(shape)
     return mask if mask.dtype.is_floating_point or mask.dtype == torch.bool else mask != 0
-
-
-def _is_traced(real: Tensor) -> bool:
-    """Whether lengths cannot be read: traces, `torch.func` and a CUDA graph's capture must not depend on values."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or real.is_meta or is_transformed():
-        return True
-    return real.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bertfast.models.base import PreTrainedModel
-from bertfast.models.encoder_model import IGNORED_LABEL, REAL_ROWS, RowUse
 from bertfast.models.outputs import BaseModelOutputWithPooling, LogitsOutput, ModelOutput, QuestionAnsweringOutput
+from bertfast.models.plan import IGNORED_LABEL, REAL_ROWS, RowUse
 
 
 class TaskModel(PreTrainedModel):
