@@ -13,13 +13,13 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import NamedTuple, Protocol
 
 from torch import nn
 
 from bertfast.backends import use_backend
+from bertfast.swap.eligibility import has_own_forward
 from bertfast.swap.report import SwapReport
 
 # A provider, and the package without which none of its modules exist.
@@ -37,10 +37,6 @@ class Options(NamedTuple):
 
     unpad: bool = True
     backend: str = "auto"
-
-    def backend_in_force(self) -> AbstractContextManager[None]:
-        """The context in which a swapped module's ops run."""
-        return nullcontext() if self.backend == "auto" else use_backend(self.backend)
 
 
 class Swapper(Protocol):
@@ -69,8 +65,42 @@ class ClassSwapper:
         self.swapped, self.becomes, self.reasons = swapped, becomes, reasons
 
     def swap(self, module: nn.Module, options: Options) -> None:
-        module.__class__ = self.swapped
+        change_class(module, self.swapped)
         module.__dict__[OPTIONS] = options
+
+
+class SwappedForward:
+    """In front of a stock class, makes a swapped class: a subclass whose `forward` is `fused_forward` in the context
+    of the module's options. `stock_forward` is the forward that it had."""
+
+    def forward(self, *args, **kwargs):
+        options = self._bertfast_options
+        if options.backend == "auto":
+            return self.fused_forward(*args, **kwargs)
+        with use_backend(options.backend):
+            return self.fused_forward(*args, **kwargs)
+
+    def stock_forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+def swapped_class(mixin: type, stock: type[nn.Module], where: str, **attributes: object) -> type[nn.Module]:
+    """The class that takes the place of `stock`: `mixin`, a `SwappedForward`, in front of it, under its name.
+
+    Args:
+        where: name of the Python module that has it as an attribute of that name.
+        attributes: of the class.
+    """
+    attributes |= {"__module__": where, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__, STOCK: stock}
+    return type(stock.__name__, (mixin, stock), attributes)
+
+
+def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Sets `module.__class__`. A `forward` on the instance that only repeats the old class's goes: transformers 5.0
+    leaves one behind where it has captured outputs."""
+    if "forward" in module.__dict__ and not has_own_forward(module):
+        del module.__dict__["forward"]
+    module.__class__ = cls
 
 
 class SwapHook:
@@ -179,12 +209,13 @@ def restore(model: nn.Module) -> SwapReport:
     for name, module in _named_modules(model):
         kind = type(module)
         stock = stock_of(module)
-        if stock is not None:
-            module.__class__ = stock
+        if stock is not None and not has_own_forward(module):
+            change_class(module, stock)
             module.__dict__.pop(OPTIONS, None)
             report.swapped[name] = (kind.__name__, f"{stock.__module__}.{stock.__qualname__}")
         elif hasattr(kind, STOCK):
-            report.left[name] = (kind.__name__, "its class was changed after the swap; undo that first")
+            what = "class" if stock is None else "forward"
+            report.left[name] = (kind.__name__, f"its {what} was changed after the swap; undo that first")
         hooks = our_hooks(module)
         for key in hooks:
             del module._forward_pre_hooks[key]

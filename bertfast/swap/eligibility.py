@@ -5,38 +5,80 @@
 
 from __future__ import annotations
 
-from torch import nn
+import sys
+from types import MethodType
+
+from torch import Tensor, nn
 from torch.nn.modules import module as _module
 
-from bertfast.nn.plain import has_hooks, is_plain
-
-__all__ = ["calls_only_forward", "has_hooks", "has_user_hooks", "is_plain", "may_skip_call"]
+from bertfast.nn.plain import has_hooks
 
 # transformers puts hooks on layers for outputs that were once asked for and never takes them off. They do nothing
 # unless outputs are asked for again.
 CAPTURING = "transformers.utils.output_capturing"
 
 
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether a `forward` on the instance, as offloading sets it, does something else than its class's."""
+    forward = module.__dict__.get("forward")
+    if forward is None:
+        return False
+    bound_here = isinstance(forward, MethodType) and forward.__self__ is module
+    return not (bound_here and forward.__func__ is type(module).forward)
+
+
 def has_user_hooks(module: nn.Module) -> bool:
-    """Whether calling `module` runs a hook that somebody else put on it."""
+    """Whether calling `module` runs a hook that somebody put on it. Those of transformers that capture attentions and
+    hidden states count while they do."""
     if not has_hooks(module):
         return False
     if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return True
-    return any(getattr(hook, "__module__", None) != CAPTURING for hook in module._forward_hooks.values())
+    if any(getattr(hook, "__module__", None) != CAPTURING for hook in module._forward_hooks.values()):
+        return True
+    return bool(sys.modules[CAPTURING]._active_collector.get())
 
 
-def calls_only_forward(module: nn.Module) -> bool:
-    """Whether calling `module` is calling its class's `forward`: no hooks of users, no `forward` of the instance as
-    offloading sets it, no hooks on all modules."""
+def any_user_hooks(root: nn.Module) -> bool:
+    """Whether a user's hook sits on `root` or on any module inside it, or on all modules."""
+    if _module._has_any_global_hook():
+        return True
+    # Not root.modules(): its generators and its set of what was seen cost four times as much, in every forward.
+    pending = [root]
+    while pending:
+        module = pending.pop()
+        if module is None:
+            continue
+        if has_user_hooks(module):
+            return True
+        pending.extend(module._modules.values())
+    return False
+
+
+def may_skip_call(module: nn.Module, kinds: frozenset[type[nn.Module]]) -> bool:
+    """Whether what `module`, exactly one of `kinds`, does may be done without calling it. Global hooks are left out:
+    they are one question for a whole layer."""
+    return type(module) in kinds and "forward" not in module.__dict__ and not has_user_hooks(module)
+
+
+def is_readable_norm(module: nn.Module) -> bool:
+    """Whether `module` is exactly a LayerNorm over the last dimension whose weight and bias may be read instead of
+    calling it. Replicas and functional calls put plain tensors in the place of parameters, which is as good."""
     return (
-        "forward" not in module.__dict__
-        and "_hf_hook" not in module.__dict__
+        type(module) is nn.LayerNorm
+        and type(module.weight) in (nn.Parameter, Tensor)
+        and type(module.bias) in (nn.Parameter, Tensor)
+        and len(module.normalized_shape) == 1
+        and "forward" not in module.__dict__
         and not has_user_hooks(module)
-        and not _module._has_any_global_hook()
     )
 
 
-def may_skip_call(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether what `module`, exactly a `kind`, does may be done without calling it."""
-    return type(module) is kind and calls_only_forward(module)
+def has_global_hooks() -> bool:
+    """Whether there are hooks on all modules."""
+    return _module._has_any_global_hook()
+
+
+def dropout_of(module: nn.Dropout) -> float:
+    """The probability that a dropout module applies now."""
+    return module.p if module.training else 0.0

@@ -1,17 +1,197 @@
-"""The modules of transformers that can be swapped."""
+"""The modules of transformers that can be swapped: BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT.
+
+The swapped classes are attributes of this module under their stock names, made when one is first asked for, so that
+importing bertfast imports no transformers. Only exact stock types are swapped: a subclass may do something else.
+"""
 
 from __future__ import annotations
 
+import importlib
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
 from torch import nn
 
-from bertfast.swap.core import Swapper
+from bertfast.swap import hf_heads
+from bertfast.swap.core import STOCK, ClassSwapper, HookSwapper, SwapHook, Swapper, swapped_class
+from bertfast.swap.eligibility import has_own_forward
+from bertfast.swap.hf_embeddings import BertEmbeddingsForward, DistilBertEmbeddingsForward, RobertaEmbeddingsForward
+from bertfast.swap.hf_encoder import BaseModelHook, DistilBertModelHook, FusedEncoder
+from bertfast.swap.hf_layers import BertLayerForward, DistilBertLayerForward, FusedLayer
+
+
+class Family(NamedTuple):
+    """Names of a family's classes, without the prefix that most of them have.
+
+    Attributes:
+        folder: below `transformers.models`.
+        prefix: of models and heads.
+        parts: class of a part -> the forward to put in front of it.
+        containers: classes of the modules inside a layer.
+        hooks: class of a model or head -> its hook; None where it needs none.
+    """
+
+    folder: str
+    prefix: str
+    parts: dict[str, type]
+    containers: tuple[str, ...]
+    hooks: dict[str, type[SwapHook] | None]
+
+    @property
+    def module(self) -> str:
+        """Where transformers has them."""
+        return f"transformers.models.{self.folder}.modeling_{self.folder}"
+
+
+def _bert_like(folder: str, prefix: str) -> Family:
+    first_token = None if prefix == "Bert" else hf_heads.FirstTokenHook
+    embeddings = BertEmbeddingsForward if prefix == "Bert" else RobertaEmbeddingsForward
+    head = {"BertPredictionHeadTransform": hf_heads.FusedTransform}
+    parts = {
+        f"{prefix}Encoder": FusedEncoder,
+        f"{prefix}Layer": BertLayerForward,
+        f"{prefix}Embeddings": embeddings,
+        **(head if prefix == "Bert" else {f"{prefix}LMHead": hf_heads.FusedLMHead}),
+    }
+    hooks = {
+        "Model": BaseModelHook,
+        "ForPreTraining": hf_heads.TokenHook,
+        "ForMaskedLM": hf_heads.TokenHook,
+        "LMHeadModel": hf_heads.CausalHook,
+        "ForCausalLM": hf_heads.CausalHook,
+        "ForTokenClassification": hf_heads.TokenHook,
+        "ForQuestionAnswering": hf_heads.AnswerHook,
+        "ForSequenceClassification": first_token,
+        "ForMultipleChoice": None,
+        "ForNextSentencePrediction": None,
+    }
+    containers = tuple(prefix + name for name in ("Attention", "SelfAttention", "SelfOutput", "Intermediate", "Output"))
+    return Family(folder, prefix, parts, containers, {prefix + name: hook for name, hook in hooks.items()})
+
+
+FAMILIES = (
+    _bert_like("bert", "Bert"),
+    _bert_like("roberta", "Roberta"),
+    _bert_like("xlm_roberta", "XLMRoberta"),
+    _bert_like("camembert", "Camembert"),
+    Family(
+        "distilbert",
+        "DistilBert",
+        {
+            "Transformer": FusedEncoder,
+            "TransformerBlock": DistilBertLayerForward,
+            "Embeddings": DistilBertEmbeddingsForward,
+        },
+        ("DistilBertSelfAttention", "FFN"),
+        {
+            "DistilBertModel": DistilBertModelHook,
+            "DistilBertForMaskedLM": hf_heads.DistilBertTokenHook,
+            "DistilBertForTokenClassification": hf_heads.DistilBertTokenHook,
+            "DistilBertForQuestionAnswering": hf_heads.DistilBertAnswerHook,
+            "DistilBertForSequenceClassification": hf_heads.FirstTokenHook,
+            "DistilBertForMultipleChoice": hf_heads.FirstTokenHook,
+        },
+    ),
+)
+_BY_MODULE = {family.module: family for family in FAMILIES}
+_BY_PART = {name: family for family in FAMILIES for name in family.parts}
+BECOMES = {
+    FusedEncoder: "padding removed once around all layers",
+    BertLayerForward: "fused layer",
+    DistilBertLayerForward: "fused layer",
+    BertEmbeddingsForward: "fused embeddings",
+    RobertaEmbeddingsForward: "fused embeddings",
+    DistilBertEmbeddingsForward: "fused embeddings",
+    hf_heads.FusedTransform: "fused transform",
+    hf_heads.FusedLMHead: "fused transform",
+}
+
+
+def __getattr__(name: str) -> type[nn.Module]:
+    family = _BY_PART.get(name)
+    if family is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    modeling = importlib.import_module(family.module)
+    mixin, attributes = family.parts[name], {}
+    if issubclass(mixin, FusedLayer):
+        attributes["_kinds"] = _containers(family)
+    made = swapped_class(mixin, getattr(modeling, name), __name__, **attributes)
+    return globals().setdefault(name, made)
+
+
+def _containers(family: Family) -> frozenset[type[nn.Module]]:
+    return frozenset(getattr(sys.modules[family.module], name) for name in family.containers)
+
+
+def _family_of(kind: type) -> Family | None:
+    """The family in which `kind` is a stock class."""
+    family = _BY_MODULE.get(kind.__module__)
+    return family if family and getattr(sys.modules[family.module], kind.__name__, None) is kind else None
 
 
 def swapper_for(module: nn.Module) -> Swapper | None:
-    """The swapper of a stock module; None for what is none."""
+    """The swapper of a stock module; None for what is none, or needs none."""
+    kind = type(module)
+    family = _family_of(kind)
+    if family is None:
+        return None
+    if (mixin := family.parts.get(kind.__name__)) is not None:
+        swapped = getattr(sys.modules[__name__], kind.__name__)
+        return ClassSwapper(swapped, BECOMES[mixin], _reasons(family, mixin))
+    hook = family.hooks.get(kind.__name__)
+    if hook is None:
+        return None
+    becomes = "finds the padding" if issubclass(hook, BaseModelHook) else "tells which padded rows it uses"
+    return HookSwapper(hook, becomes, lambda model: _reasons_of_model(family, model))
+
+
+def _reasons(family: Family, mixin: type) -> Callable[[nn.Module], list[str]]:
+    def reasons(module: nn.Module) -> list[str]:
+        if has_own_forward(module):
+            return ["its forward was replaced on the instance"]
+        if issubclass(mixin, FusedLayer):
+            found = mixin.obstacle(module, _containers(family))
+        elif mixin is FusedEncoder:
+            found = _reason_of_encoder(family, module)
+        else:
+            found = None
+        return [] if found is None else [found]
+
+    return reasons
+
+
+def _reason_of_encoder(family: Family, encoder: nn.Module) -> str | None:
+    (layer_class, mixin), *_ = ((n, m) for n, m in family.parts.items() if issubclass(m, FusedLayer))
+    layer_class, kinds = getattr(sys.modules[family.module], layer_class), _containers(family)
+    for number, layer in enumerate(encoder.layer):
+        stock = vars(type(layer)).get(STOCK, type(layer))
+        if stock is not layer_class:
+            return f"layer {number} is a {type(layer).__name__}, not a {layer_class.__name__}"
+        reason = mixin.obstacle(layer, kinds)
+        if reason is not None:
+            return f"layer {number} stays as it is"
     return None
 
 
+def _reasons_of_model(family: Family, model: nn.Module) -> list[str]:
+    if getattr(model.config, "is_decoder", False):
+        return ["it is a decoder: causal and cross-attention and caches stay stock"]
+    return []
+
+
 def reason_left(module: nn.Module) -> str | None:
-    """Why a module that one might expect swapped is not."""
+    """Why a module that one might expect swapped is not: a subclass of one that would be, or another model."""
+    kind = type(module)
+    if _family_of(kind) is not None or hasattr(kind, STOCK):
+        return None
+    for stock in kind.__mro__:
+        family = _family_of(stock)
+        if family is not None and (stock.__name__ in family.parts or family.hooks.get(stock.__name__) is not None):
+            return f"it is a subclass of {stock.__name__}, which may do something else"
+        if family is not None:
+            return None
+    modeling_utils = sys.modules.get("transformers.modeling_utils")
+    if modeling_utils is not None and isinstance(module, modeling_utils.PreTrainedModel):
+        return "not one of the supported models: " + ", ".join(family.prefix for family in FAMILIES)
     return None

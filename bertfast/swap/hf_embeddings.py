@@ -1,0 +1,109 @@
+"""Embedding layers of transformers as one op."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from bertfast import ops
+from bertfast.nn.plain import is_plain
+from bertfast.swap.core import SwappedForward
+from bertfast.swap.eligibility import dropout_of, has_global_hooks, is_readable_norm, may_skip_call
+from bertfast.swap.hf_layers import DROPOUT
+
+
+def _is_plain_table(table: nn.Module) -> bool:
+    if not is_plain(table, nn.Embedding):
+        return False
+    return table.max_norm is None and not table.scale_grad_by_freq and not table.sparse
+
+
+class FusedEmbeddings(SwappedForward):
+    """Gathers, sum, LayerNorm and dropout."""
+
+    def can_fuse(self) -> bool:
+        """Whether nothing is attached to the modules that the op takes the place of."""
+        children = self._modules
+        tables = (children["word_embeddings"], children["position_embeddings"], children.get("token_type_embeddings"))
+        return (
+            not has_global_hooks()
+            and all(table is None or _is_plain_table(table) for table in tables)
+            and is_readable_norm(children["LayerNorm"])
+            and may_skip_call(children["dropout"], DROPOUT)
+        )
+
+    def _run(
+        self,
+        input_ids: Tensor | None,
+        token_type_ids: Tensor | None,
+        position_ids: Tensor,
+        inputs_embeds: Tensor | None,
+    ) -> Tensor:
+        children = self._modules
+        word, position, norm = children["word_embeddings"], children["position_embeddings"], children["LayerNorm"]
+        types = children.get("token_type_embeddings")
+        return ops.embed_layer_norm(
+            input_ids,
+            token_type_ids,
+            position_ids,
+            word.weight,
+            position.weight,
+            None if types is None else types.weight,
+            norm.weight,
+            norm.bias,
+            norm.eps,
+            dropout_p=dropout_of(children["dropout"]),
+            padding_idx=word.padding_idx,
+            position_padding_idx=position.padding_idx,
+            inputs_embeds=inputs_embeds,
+        )
+
+
+class BertEmbeddingsForward(FusedEmbeddings):
+    """BERT: positions in a row."""
+
+    def fused_forward(
+        self,
+        input_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        *past: object,
+        **kwargs: object,
+    ) -> Tensor:
+        if not _are_zero(*past, *kwargs.values()) or not self.can_fuse():
+            return self.stock_forward(input_ids, token_type_ids, position_ids, inputs_embeds, *past, **kwargs)
+        if position_ids is None:
+            position_ids = self.default_positions(input_ids, inputs_embeds)
+        return self._run(input_ids, token_type_ids, position_ids, None if input_ids is not None else inputs_embeds)
+
+    def default_positions(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        """(1, S) or (B, S) int64."""
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        return self.position_ids[:, : given.shape[1]]
+
+
+class RobertaEmbeddingsForward(BertEmbeddingsForward):
+    """RoBERTa, XLM-RoBERTa and CamemBERT: positions count the tokens that are no padding."""
+
+    def default_positions(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        if input_ids is None:
+            return self.create_position_ids_from_inputs_embeds(inputs_embeds, self.padding_idx)
+        return self.create_position_ids_from_input_ids(input_ids, self.padding_idx)
+
+
+class DistilBertEmbeddingsForward(FusedEmbeddings):
+    """DistilBERT: no token types."""
+
+    def fused_forward(
+        self, input_ids: Tensor | None, inputs_embeds: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
+        if not self.can_fuse():
+            return self.stock_forward(input_ids, inputs_embeds, position_ids)
+        if position_ids is None:
+            position_ids = self.position_ids[:, : (inputs_embeds if input_ids is None else input_ids).shape[1]]
+        return self._run(input_ids, None, position_ids, None if input_ids is not None else inputs_embeds)
+
+
+def _are_zero(*lengths: object) -> bool:
+    """Whether there is no cache; its length may be a tensor."""
+    return all(isinstance(length, int) and length == 0 for length in lengths)

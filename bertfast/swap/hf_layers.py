@@ -1,0 +1,296 @@
+"""Encoder layers of transformers with a fused forward: one for all families, which differ in where their parts are.
+
+A layer reads the weights of its linear layers and LayerNorms. It stays stock while something is attached to a module
+that it would skip, and while it is asked for what only stock gives: causal or cross-attention, caches, probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bertfast import ops
+from bertfast.activations import Activation
+from bertfast.nn.attention import self_attention
+from bertfast.nn.feed_forward import feed_forward
+from bertfast.swap.core import SwappedForward
+from bertfast.swap.eligibility import (
+    dropout_of,
+    has_global_hooks,
+    has_own_forward,
+    has_user_hooks,
+    is_readable_norm,
+    may_skip_call,
+)
+
+ATTENTIONS = frozenset({"sdpa", "eager", "bertfast"})
+# What transformers passes down to attention functions, of which those above make nothing.
+WITHOUT_EFFECT = frozenset(
+    {
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "num_items_in_batch",
+    }
+)
+DROPOUT = frozenset({nn.Dropout})
+_ACTIVATIONS = {
+    "GELUActivation": "gelu",
+    "NewGELUActivation": "gelu_new",
+    "GELUTanh": "gelu_pytorch_tanh",
+    "PytorchGELUTanh": "gelu_pytorch_tanh",
+    "FastGELUActivation": "gelu_fast",
+    "AccurateGELUActivation": "gelu_accurate",
+    "QuickGELUActivation": "quick_gelu",
+    "SiLUActivation": "silu",
+    "ReLU": "relu",
+    "SiLU": "silu",
+}
+_ACTIVATION_MODULES = frozenset({"transformers.activations", "torch.nn.modules.activation"})
+_activation_names: dict[type, str | None] = {}
+
+
+class Packed(NamedTuple):
+    """Where the sequences in packed hidden states (1, T, N) begin, and how long the longest is."""
+
+    cu_seqlens: Tensor
+    max_seqlen: int
+
+
+class Parts(NamedTuple):
+    """The modules that a layer computes with."""
+
+    query: nn.Module
+    key: nn.Module
+    value: nn.Module
+    attention_dropout: nn.Dropout
+    attention_out: nn.Module
+    attention_out_dropout: nn.Dropout | None
+    attention_norm: nn.LayerNorm
+    ffn_in: nn.Module
+    activation: Activation
+    ffn_out: nn.Module
+    ffn_dropout: nn.Dropout
+    ffn_norm: nn.LayerNorm
+
+
+class Settings(NamedTuple):
+    """What decides whether a layer can be fused beside its modules."""
+
+    num_heads: int
+    attention: str
+    chunk_size: int
+    causal: bool
+
+
+def activation_of(module: Activation) -> str | Activation:
+    """The configuration name of an activation module, or the module itself, to be called."""
+    kind = type(module)
+    if kind not in _activation_names:
+        known = kind.__module__ in _ACTIVATION_MODULES
+        _activation_names[kind] = _ACTIVATIONS.get(kind.__name__) if known else None
+    name = _activation_names[kind]
+    if name is None or "forward" in module.__dict__ or has_user_hooks(module):
+        return module
+    return name
+
+
+def unknown_arguments(args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+    """Whether something is given that may ask for what a fused forward does not do."""
+    if any(value is not None for value in args):
+        return True
+    return any(not (value is None or value is False or name in WITHOUT_EFFECT) for name, value in kwargs.items())
+
+
+class FusedLayer(SwappedForward):
+    """A layer's fused forward. What a family gives are static methods, because they are asked of stock layers too."""
+
+    _kinds: frozenset[type[nn.Module]]
+
+    @staticmethod
+    def containers(layer: nn.Module) -> Iterator[nn.Module]:
+        """The modules on the way to the parts, which are never called, each before one looks into it."""
+        raise NotImplementedError
+
+    @staticmethod
+    def parts(layer: nn.Module) -> Parts:
+        """The parts of a layer whose containers are stock's."""
+        raise NotImplementedError
+
+    @staticmethod
+    def settings(layer: nn.Module) -> Settings:
+        """The settings of a layer whose containers are stock's."""
+        raise NotImplementedError
+
+    @classmethod
+    def obstacle(cls, layer: nn.Module, kinds: frozenset[type[nn.Module]]) -> str | None:
+        """Why a layer has to run stock now.
+
+        Args:
+            kinds: the stock types of containers.
+        """
+        if has_global_hooks():
+            return "there are hooks on all modules"
+        for module in cls.containers(layer):
+            if not may_skip_call(module, kinds):
+                return _why_called(module, kinds)
+        settings = cls.settings(layer)
+        if settings.causal:
+            return "it is a decoder: causal and cross-attention and caches stay stock"
+        if settings.attention not in ATTENTIONS:
+            return f"attn_implementation is {settings.attention!r}, not one of {', '.join(sorted(ATTENTIONS))}"
+        if settings.chunk_size:
+            return "chunk_size_feed_forward is set"
+        parts = cls.parts(layer)
+        for dropout in (parts.attention_dropout, parts.attention_out_dropout, parts.ffn_dropout):
+            if dropout is not None and not may_skip_call(dropout, DROPOUT):
+                return _why_called(dropout, DROPOUT)
+        for norm in (parts.attention_norm, parts.ffn_norm):
+            if not is_readable_norm(norm):
+                return _why_called(norm, frozenset({nn.LayerNorm}))
+        return None
+
+    def fused_forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *args: object,
+        bertfast_packed: Packed | None = None,
+        **kwargs: object,
+    ) -> Tensor:
+        if bertfast_packed is not None:
+            return self._run(hidden_states, None, *bertfast_packed)
+        mask = attention_mask
+        stock = mask is not None and not (mask.dim() == 4 and (mask.dtype == torch.bool or mask.is_floating_point()))
+        stock = stock or unknown_arguments(args, kwargs)
+        if not stock and self.obstacle(self, self._kinds) is None:
+            return self._run(hidden_states, mask, None, None)
+        return self.stock_forward(hidden_states, self._stock_mask(mask, hidden_states), *args, **kwargs)
+
+    def _stock_mask(self, mask: Tensor | None, hidden_states: Tensor) -> Tensor | None:
+        """Stock's eager attention adds its mask, and a bool one comes from our hook on the model."""
+        config = getattr(getattr(self.attention, "self", self.attention), "config", None)
+        if mask is None or mask.dtype != torch.bool or getattr(config, "_attn_implementation", None) != "eager":
+            return mask
+        lowest = torch.finfo(hidden_states.dtype).min
+        return torch.zeros_like(mask, dtype=hidden_states.dtype).masked_fill(~mask, lowest)
+
+    def _run(
+        self, hidden_states: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
+    ) -> Tensor:
+        parts = self.parts(self)
+        context, _ = self_attention(
+            hidden_states,
+            parts.query,
+            parts.key,
+            parts.value,
+            self.settings(self).num_heads,
+            dropout_p=dropout_of(parts.attention_dropout),
+            attn_mask=mask,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+        )
+        attended = _add_norm(
+            parts.attention_out(context), hidden_states, parts.attention_norm, parts.attention_out_dropout
+        )
+        output = feed_forward(attended, parts.ffn_in, parts.ffn_out, activation_of(parts.activation))
+        return _add_norm(output, attended, parts.ffn_norm, parts.ffn_dropout)
+
+
+class BertLayerForward(FusedLayer):
+    """BERT, RoBERTa, XLM-RoBERTa and CamemBERT."""
+
+    @staticmethod
+    def containers(layer: nn.Module) -> Iterator[nn.Module]:
+        children = layer._modules
+        attention = children["attention"]
+        yield attention
+        yield attention._modules["self"]
+        yield attention._modules["output"]
+        yield children["intermediate"]
+        yield children["output"]
+
+    @staticmethod
+    def parts(layer: nn.Module) -> Parts:
+        children = layer._modules
+        attention, intermediate = children["attention"]._modules, children["intermediate"]
+        core, attended = attention["self"]._modules, attention["output"]._modules
+        output = children["output"]._modules
+        return Parts(
+            core["query"],
+            core["key"],
+            core["value"],
+            core["dropout"],
+            attended["dense"],
+            attended["dropout"],
+            attended["LayerNorm"],
+            intermediate._modules["dense"],
+            intermediate.intermediate_act_fn,
+            output["dense"],
+            output["dropout"],
+            output["LayerNorm"],
+        )
+
+    @staticmethod
+    def settings(layer: nn.Module) -> Settings:
+        core = layer._modules["attention"]._modules["self"]
+        causal = layer.is_decoder or layer.add_cross_attention or core.is_causal
+        return Settings(
+            core.num_attention_heads, core.config._attn_implementation, layer.chunk_size_feed_forward, causal
+        )
+
+
+class DistilBertLayerForward(FusedLayer):
+    """DistilBERT."""
+
+    @staticmethod
+    def containers(layer: nn.Module) -> Iterator[nn.Module]:
+        yield layer._modules["attention"]
+        yield layer._modules["ffn"]
+
+    @staticmethod
+    def parts(layer: nn.Module) -> Parts:
+        children = layer._modules
+        core, ffn = children["attention"]._modules, children["ffn"]
+        return Parts(
+            core["q_lin"],
+            core["k_lin"],
+            core["v_lin"],
+            core["dropout"],
+            core["out_lin"],
+            None,
+            children["sa_layer_norm"],
+            ffn._modules["lin1"],
+            ffn.activation,
+            ffn._modules["lin2"],
+            ffn._modules["dropout"],
+            children["output_layer_norm"],
+        )
+
+    @staticmethod
+    def settings(layer: nn.Module) -> Settings:
+        core, ffn = layer._modules["attention"], layer._modules["ffn"]
+        return Settings(core.n_heads, core.config._attn_implementation, ffn.chunk_size_feed_forward, core.is_causal)
+
+
+def _add_norm(x: Tensor, residual: Tensor, norm: nn.LayerNorm, dropout: nn.Dropout | None) -> Tensor:
+    dropout_p = 0.0 if dropout is None else dropout_of(dropout)
+    return ops.add_layer_norm(x, residual, norm.weight, norm.bias, norm.eps, dropout_p=dropout_p)
+
+
+def _why_called(module: nn.Module, kinds: frozenset[type[nn.Module]]) -> str:
+    name = type(module).__name__
+    if has_user_hooks(module):
+        return f"there is a hook on its {name}"
+    if has_own_forward(module):
+        return f"the forward of its {name} was replaced"
+    if type(module) not in kinds:
+        expected = " or ".join(sorted(kind.__name__ for kind in kinds))
+        return f"it has a {name} where {expected} was expected"
+    return f"its {name} has no ordinary weight and bias"
