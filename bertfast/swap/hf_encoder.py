@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from bertfast.models.plan import REAL_ROWS, Plan, RowUse, plan_rows
 from bertfast.swap.core import SwapHook, SwappedForward
 from bertfast.swap.eligibility import any_user_hooks, has_own_forward
-from bertfast.swap.hf_layers import FusedLayer, Packed, unknown_arguments
+from bertfast.swap.hf_layers import ATTENTIONS, FusedLayer, Packed, unknown_arguments
 
 PLAN = "bertfast_plan"
 USE = "bertfast_use"
@@ -86,7 +86,9 @@ class BaseModelHook(SwapHook):
         causal = getattr(config, "is_decoder", False) or getattr(config, "is_causal", False)
         if causal or unknown_arguments((), others) or not isinstance(encoder, FusedEncoder) or has_own_forward(encoder):
             return None
-        if mask.device != shown.device or not all(isinstance(layer, FusedLayer) for layer in encoder.layer):
+        if config._attn_implementation not in ATTENTIONS or mask.device != shown.device:
+            return None
+        if not all(isinstance(layer, FusedLayer) for layer in encoder.layer):
             return None
         asked = (given.get(name) or getattr(config, name, None) for name in CAPTURED)
         use = use._replace(

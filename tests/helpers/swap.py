@@ -1,0 +1,71 @@
+"""Stock models of transformers and their swapped copies."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import bertfast
+from bertfast.packing import Packing
+from helpers.checkpoints import HEADS, family_of, tiny_stock
+from helpers.models import NO_DROPOUT
+
+OTHER_ROBERTAS = [
+    prefix + head.removeprefix("Roberta") for prefix in ("XLMRoberta", "Camembert") for head in HEADS["roberta"]
+]
+STOCK_HEADS = [*HEADS["bert"], *HEADS["roberta"], *OTHER_ROBERTAS, *HEADS["distilbert"]]
+
+
+def stock_and_swapped(
+    name: str,
+    *,
+    dtype: torch.dtype = torch.float64,
+    attention: str = "sdpa",
+    unpad: bool = True,
+    seed: int = 0,
+    **fields: object,
+) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedModel]:
+    """A tiny random stock model without dropout, in eval mode, and a swapped copy."""
+    fields = {**NO_DROPOUT[family_of(name)], **fields}
+    stock = tiny_stock(name, seed, attn_implementation=attention, **fields).to(dtype)
+    swapped = copy.deepcopy(stock)
+    assert bertfast.accelerate(swapped, unpad=unpad, strict=True)
+    return stock, swapped
+
+
+class PackedRuns:
+    """How many encoders ran packed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        repad = Packing.repad
+
+        def counted(packing, packed):
+            self.count += 1
+            return repad(packing, packed)
+
+        monkeypatch.setattr(Packing, "repad", counted)
+
+    def since(self) -> int:
+        """The number since the last call."""
+        count, self.count = self.count, 0
+        return count
+
+
+def types_of(model: nn.Module) -> dict[str, type]:
+    """The class of every module."""
+    return {name: type(module) for name, module in model.named_modules()}
+
+
+def traces_of_swap(model: nn.Module) -> list[str]:
+    """Where something of the swap is left."""
+    found = []
+    for name, module in model.named_modules():
+        found += [f"{name}.{key}" for key in vars(module) if key.startswith("_bertfast")]
+        found += [name for hook in module._forward_pre_hooks.values() if type(hook).__module__.startswith("bertfast")]
+        found += [name] if type(module).__module__.startswith("bertfast") else []
+    return found
