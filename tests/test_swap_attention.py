@@ -184,6 +184,18 @@ def test_a_padding_mask_is_not_expanded_to_pairs():
     assert mask.shape == (3, 1, 1, 7)
 
 
+def test_a_mask_that_must_be_materialised_has_the_shape_of_sdpa():
+    create = masking_utils.create_bidirectional_mask
+    if "allow_is_bidirectional_skip" not in inspect.signature(create).parameters:
+        pytest.skip(f"transformers {transformers.__version__} materialises no mask on demand")
+    shapes = []
+    for implementation in ("bertfast", "sdpa"):
+        config = transformers.BertConfig(**SIZES, attn_implementation=implementation)
+        mask = create(config, torch.zeros(3, 7, 24), mask_of("right"), allow_is_bidirectional_skip=False)
+        shapes.append(mask.shape)
+    assert shapes[0] == shapes[1]
+
+
 def layer(groups: int = 1, is_causal: bool = False) -> nn.Module:
     module = nn.Module()
     module.num_key_value_groups, module.is_causal = groups, is_causal
@@ -294,6 +306,14 @@ def test_packed_sequences_stay_apart(groups, is_causal):
         one = (t[:, :, rows] for t in (query, key, value))
         alone, _ = sdpa_attention_forward(layer(groups, is_causal), *one, None)
         torch.testing.assert_close(ours[:, rows], alone)
+
+
+def test_a_position_bias_is_not_lost_to_packing():
+    arguments = (layer(), *(t[:1] for t in qkv(1, 7, 7)), None)
+    starts, bias = torch.tensor([0, 3, 7], dtype=torch.int32), torch.randn(1, 4, 7, 7, dtype=torch.float64)
+    packed = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 4, "max_length_k": 4}
+    ours, _ = attention_forward(*arguments, position_bias=bias, **packed)
+    assert torch.equal(ours, attention_forward(*arguments, position_bias=bias)[0])
 
 
 def test_a_packed_encoder_equals_its_sequences():
