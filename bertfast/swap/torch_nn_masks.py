@@ -1,0 +1,120 @@
+"""The masks of torch.nn's transformers: what they mean together, and whether padding can be removed.
+
+torch.nn marks what takes *no* part with True, and adds floating point masks to the scores; a mask is taken by its
+values in both forms, so a floating point one of 0 and -inf is a mask and any other a bias.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bertfast.models.plan import is_traced
+from bertfast.packing import Packing, mask_sizes
+from bertfast.swap.torch_nn_layer import Layout
+from bertfast.swap.torch_nn_plain import MAX_LENGTH, is_small
+
+
+class Plan(NamedTuple):
+    """How a forward of the encoder treats padding.
+
+    Attributes:
+        layout: for the layers.
+        packing: run packed; None runs padded.
+        rows: (B, S) bool, the rows of the padded path to keep where the others must read 0; None keeps all.
+    """
+
+    layout: Layout
+    packing: Packing | None = None
+    rows: Tensor | None = None
+
+
+def fit(
+    src_mask: Tensor | None, key_padding_mask: Tensor | None, batch: int, heads: int, seqlen: int, batched: bool
+) -> bool:
+    """Whether the masks have forms that torch.nn takes without a warning."""
+    for mask in (src_mask, key_padding_mask):
+        if mask is not None and mask.dtype != torch.bool and not mask.dtype.is_floating_point:
+            return False
+    if key_padding_mask is not None:
+        if src_mask is not None and src_mask.dtype != key_padding_mask.dtype:
+            return False
+        if tuple(key_padding_mask.shape) != ((batch, seqlen) if batched else (seqlen,)):
+            return False
+    if src_mask is None:
+        return True
+    return tuple(src_mask.shape) == ((seqlen, seqlen) if src_mask.dim() == 2 else (batch * heads, seqlen, seqlen))
+
+
+def visible(src_mask: Tensor | None, key_padding_mask: Tensor | None, batch: int) -> Tensor | None:
+    """Both masks as one for `ops.attention`, which broadcasts to (B, H, S, S): bool (True takes part) or added.
+
+    Args:
+        src_mask: (S, S) or (B * H, S, S).
+        key_padding_mask: (B, S).
+    """
+    pairs = src_mask
+    if src_mask is not None and src_mask.dim() == 3:
+        pairs = src_mask.unflatten(0, (batch, src_mask.shape[0] // batch))
+    keys = None if key_padding_mask is None else key_padding_mask[:, None, None, :]
+    if pairs is None or keys is None:
+        both = keys if pairs is None else pairs
+    else:
+        both = pairs | keys if pairs.dtype == torch.bool else pairs + keys
+    return ~both if both is not None and both.dtype == torch.bool else both
+
+
+def is_causal_mask(src_mask: Tensor) -> Tensor:
+    """Whether an (S, S) mask hides exactly the later tokens, as a tensor."""
+    if src_mask.dtype == torch.bool:
+        return (src_mask == torch.ones_like(src_mask).triu(1)).all()
+    return (src_mask == torch.full_like(src_mask, -math.inf).triu(1)).all()
+
+
+def plan(
+    hidden_states: Tensor,
+    src_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    is_causal: bool | None,
+    batch_first: bool,
+    unpad: bool,
+) -> Plan:
+    """How the encoder runs. Values are read, once, where that may save work: whether a mask is the causal one and where
+    padding is. Not in traces, which run padded and give the same.
+
+    Args:
+        hidden_states: (B, S, N), or (S, B, N) without `batch_first`.
+        src_mask, key_padding_mask: as of `visible`; they fit.
+        is_causal: stock's hint: True says that `src_mask` is the causal mask, None that it may be.
+    """
+    if key_padding_mask is None and src_mask is None:
+        return Plan(Layout(batch_first))
+    batch = hidden_states.shape[0 if batch_first else 1]
+    may_be_causal = src_mask is not None and is_causal is not False and src_mask.dim() == 2
+    may_be_causal = may_be_causal and not src_mask.requires_grad
+    if key_padding_mask is None:
+        causal = is_causal is True
+        if not causal and may_be_causal and not is_traced(src_mask):
+            causal = bool(is_causal_mask(src_mask))
+        return Plan(Layout(batch_first, None if causal else visible(src_mask, None, batch), causal))
+    is_bool = key_padding_mask.dtype == torch.bool
+    real = ~key_padding_mask if is_bool else key_padding_mask != -math.inf
+    may_pack = unpad and (src_mask is None or may_be_causal) and not key_padding_mask.requires_grad
+    if may_pack and not is_traced(real) and not (src_mask is not None and is_small(hidden_states)):
+        against = [] if src_mask is None else [~is_causal_mask(src_mask)]
+        if not is_bool:
+            against.append((real & (key_padding_mask != 0)).any())
+        total, longest, *found = mask_sizes(real, *against)
+        causal = src_mask is not None
+        if not any(found):
+            if total == real.numel():
+                return Plan(Layout(batch_first, is_causal=causal))
+            if is_small(hidden_states):
+                keys = ~real if real.shape[1] <= MAX_LENGTH else None
+                return Plan(Layout(batch_first, real[:, None, None, :], key_padding_mask=keys), rows=real)
+            packing = Packing.from_sizes(real, total, longest)
+            return Plan(Layout(True, None, causal, None, packing.cu_seqlens, packing.max_seqlen), packing)
+    return Plan(Layout(batch_first, visible(src_mask, key_padding_mask, batch)), rows=real if unpad else None)
