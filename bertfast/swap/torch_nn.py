@@ -126,7 +126,6 @@ def _layers_are_fused(encoder: nn.TransformerEncoder) -> bool:
         and not has_hooks(layer)
         and "forward" not in layer.__dict__
         and layer.self_attn.batch_first == first.self_attn.batch_first
-        and layer.self_attn.num_heads == first.self_attn.num_heads
         and why_stock(layer) is None
         for layer in layers
     )
