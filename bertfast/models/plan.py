@@ -49,13 +49,16 @@ class Plan(NamedTuple):
         return hidden_states if self.rows is None else hidden_states.masked_fill(~self.rows.unsqueeze(-1), 0.0)
 
 
-def plan_rows(mask: Tensor, use: RowUse, must_pad: Callable[[], bool]) -> Plan:
+def plan_rows(
+    mask: Tensor, use: RowUse, must_pad: Callable[[], bool], can_pack: Callable[[], bool] = lambda: True
+) -> Plan:
     """The plan for a (B, S) mask, by one transfer to the host; by none where the result is padded in any case.
 
     Args:
         mask: nonzero where a token is real, of any dtype.
         use: which padded rows are needed.
-        must_pad: whether something else needs the padded path, and stock's rows in it.
+        must_pad: whether something else needs stock's rows.
+        can_pack: whether the packed path exists; where it does not, the padded one gives the same rows.
     """
     real = check_mask(mask)
     padded = Plan(attn_mask=real[:, None, None, :])
@@ -67,7 +70,7 @@ def plan_rows(mask: Tensor, use: RowUse, must_pad: Callable[[], bool]) -> Plan:
     if use.labels is not None:
         labels = use.labels.to(real.device).view(real.shape)
         wanted.append(((labels != IGNORED_LABEL) & ~real).any())
-    if is_traced(real):
+    if is_traced(real) or not can_pack():
         return padded._replace(rows=torch.stack([real, *(w.expand_as(real) for w in wanted)]).any(0))
     total, longest, *found = mask_sizes(real, *wanted)
     if total == real.numel():

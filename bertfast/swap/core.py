@@ -96,8 +96,7 @@ def swapped_class(mixin: type, stock: type[nn.Module], where: str, **attributes:
 
 
 def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Sets `module.__class__`. A `forward` on the instance that only repeats the old class's goes: transformers 5.0
-    leaves one behind where it has captured outputs."""
+    """Sets `module.__class__`. A `forward` on the instance that only repeats the old class's goes."""
     if "forward" in module.__dict__ and not has_own_forward(module):
         del module.__dict__["forward"]
     module.__class__ = cls

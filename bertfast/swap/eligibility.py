@@ -19,7 +19,8 @@ CAPTURING = "transformers.utils.output_capturing"
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether a `forward` on the instance, as offloading sets it, does something else than its class's."""
+    """Whether a `forward` on the instance, as offloading sets it, does something else than its class's, which
+    transformers 5.0 leaves there where it has captured outputs."""
     forward = module.__dict__.get("forward")
     if forward is None:
         return False
@@ -58,7 +59,7 @@ def any_user_hooks(root: nn.Module) -> bool:
 def may_skip_call(module: nn.Module, kinds: frozenset[type[nn.Module]]) -> bool:
     """Whether what `module`, exactly one of `kinds`, does may be done without calling it. Global hooks are left out:
     they are one question for a whole layer."""
-    return type(module) in kinds and "forward" not in module.__dict__ and not has_user_hooks(module)
+    return type(module) in kinds and not has_own_forward(module) and not has_user_hooks(module)
 
 
 def is_readable_norm(module: nn.Module) -> bool:

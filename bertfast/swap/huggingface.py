@@ -142,7 +142,7 @@ def swapper_for(module: nn.Module) -> Swapper | None:
     hook = family.hooks.get(kind.__name__)
     if hook is None:
         return None
-    becomes = "finds the padding" if issubclass(hook, BaseModelHook) else "tells which padded rows it uses"
+    becomes = "tells the encoder of padding" if issubclass(hook, BaseModelHook) else "tells which padded rows it uses"
     return HookSwapper(hook, becomes, lambda model: _reasons_of_model(family, model))
 
 

@@ -14,8 +14,13 @@ from bertfast.packing import Packing
 from helpers.checkpoints import HEADS, family_of, tiny_stock
 from helpers.models import NO_DROPOUT
 
+# In transformers 5.0 these two read the output of a pooler that their base model does not have.
+BROKEN = ("XLMRobertaForMultipleChoice", "CamembertForMultipleChoice") if transformers.__version__ == "5.0.0" else ()
 OTHER_ROBERTAS = [
-    prefix + head.removeprefix("Roberta") for prefix in ("XLMRoberta", "Camembert") for head in HEADS["roberta"]
+    name
+    for prefix in ("XLMRoberta", "Camembert")
+    for name in (prefix + head.removeprefix("Roberta") for head in HEADS["roberta"])
+    if name not in BROKEN
 ]
 STOCK_HEADS = [*HEADS["bert"], *HEADS["roberta"], *OTHER_ROBERTAS, *HEADS["distilbert"]]
 
