@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as _module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from bertfast import ops
 from bertfast.activations import Activation
@@ -30,8 +31,6 @@ _CHILDREN = {
     "dropout1": nn.Dropout,
     "dropout2": nn.Dropout,
 }
-# Replicas and functional calls put plain tensors in the place of parameters, which is as good.
-_PLAIN = (nn.Parameter, Tensor)
 _WEIGHTED = ("linear1", "linear2", "norm1", "norm2")
 _FUNCTIONS = {
     F.relu: "relu",
@@ -80,8 +79,8 @@ def why_stock(layer: nn.TransformerEncoderLayer) -> str | None:
         if reason is not None:
             return reason
     for name in _WEIGHTED:
-        if type(children[name].weight) not in _PLAIN:
-            return f"{name}.weight is no plain parameter"
+        if not _is_plain(children[name].weight):
+            return f"{name}.weight is no plain tensor"
     for name in ("norm1", "norm2"):
         if len(children[name].normalized_shape) != 1:
             return f"{name} normalises over several dimensions"
@@ -89,6 +88,14 @@ def why_stock(layer: nn.TransformerEncoderLayer) -> str | None:
     if activation is not None and any_hooks(activation):
         return "activation has hooks"
     return _why_stock_attention(children["self_attn"])
+
+
+def _is_plain(weight: Tensor | None) -> bool:
+    """Whether a weight is a tensor as any other: replicas and functional calls have no Parameters, an export has fake
+    ones, and quantised or sharded weights are of other classes."""
+    if type(weight) in (nn.Parameter, Tensor):
+        return True
+    return weight is not None and torch.compiler.is_compiling() and not is_traceable_wrapper_subclass(weight)
 
 
 def _why_called(name: str, child: nn.Module | None, kind: type[nn.Module]) -> str | None:
@@ -108,12 +115,12 @@ def _why_stock_attention(attention: nn.MultiheadAttention) -> str | None:
         return "self_attn has bias_k and bias_v"
     if attention.add_zero_attn:
         return "self_attn has add_zero_attn"
-    if type(attention.in_proj_weight) not in _PLAIN:
-        return "self_attn.in_proj_weight is no plain parameter"
+    if not _is_plain(attention.in_proj_weight):
+        return "self_attn.in_proj_weight is no plain tensor"
     out = attention._modules.get("out_proj")
     reason = _why_called("self_attn.out_proj", out, NonDynamicallyQuantizableLinear)
-    if reason is None and type(out.weight) not in _PLAIN:
-        return "self_attn.out_proj.weight is no plain parameter"
+    if reason is None and not _is_plain(out.weight):
+        return "self_attn.out_proj.weight is no plain tensor"
     return reason
 
 
