@@ -24,6 +24,7 @@ from bertfast.swap.report import SwapReport
 
 # A provider, and the package without which none of its modules exist.
 PROVIDERS = {"bertfast.swap.torch_nn": "torch", "bertfast.swap.huggingface": "transformers"}
+PREFIX = "_bertfast_"
 STOCK = "_bertfast_stock"
 OPTIONS = "_bertfast_options"
 
@@ -111,6 +112,10 @@ class SwapHook:
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         raise NotImplementedError
 
+    @classmethod
+    def prepare(cls, module: nn.Module) -> None:
+        """Leaves `_bertfast_` attributes that others look for on a module that gets such a hook, or inside it."""
+
 
 class HookSwapper:
     """Registers a `SwapHook` of a class on a module, which keeps its own class.
@@ -123,6 +128,7 @@ class HookSwapper:
 
     def swap(self, module: nn.Module, options: Options) -> None:
         module.register_forward_pre_hook(self.hook(options), with_kwargs=True)
+        self.hook.prepare(module)
 
 
 def stock_of(module: nn.Module) -> type[nn.Module] | None:
@@ -210,7 +216,7 @@ def restore(model: nn.Module) -> SwapReport:
         stock = stock_of(module)
         if stock is not None and not has_own_forward(module):
             change_class(module, stock)
-            module.__dict__.pop(OPTIONS, None)
+            _forget(module)
             report.swapped[name] = (kind.__name__, f"{stock.__module__}.{stock.__qualname__}")
         elif hasattr(kind, STOCK):
             what = "class" if stock is None else "forward"
@@ -220,8 +226,14 @@ def restore(model: nn.Module) -> SwapReport:
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
         if hooks:
+            _forget(module)
             report.swapped[name] = (kind.__name__, "hook removed")
     return report
+
+
+def _forget(module: nn.Module) -> None:
+    for name in [name for name in module.__dict__ if name.startswith(PREFIX)]:
+        del module.__dict__[name]
 
 
 def _named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -19,6 +19,9 @@ from bertfast.swap.hf_layers import ATTENTIONS, FusedLayer, Packed, unknown_argu
 
 PADDING = "bertfast_padding"
 USE = "bertfast_use"
+# Attribute of a base model inside a head: the `RowUse` while the head does not tell, as when its `forward` is called
+# past its hooks.
+USE_OF_HEAD = "_bertfast_use_of_head"
 CAPTURED = ("output_attentions", "output_hidden_states")
 
 
@@ -78,7 +81,7 @@ class BaseModelHook(SwapHook):
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         kwargs = dict(kwargs)
-        use = kwargs.pop(USE, REAL_ROWS)
+        use = kwargs.pop(USE, module.__dict__.get(USE_OF_HEAD, REAL_ROWS))
         given = dict(zip(self.arguments, args, strict=False), **kwargs)
         if len(args) > len(self.arguments) or not self._is_for_us(module, given):
             return args, kwargs

@@ -12,7 +12,7 @@ from bertfast.models.plan import RowUse
 from bertfast.nn.feed_forward import dense_activation
 from bertfast.swap.core import SwapHook, SwappedForward
 from bertfast.swap.eligibility import has_global_hooks, is_readable_norm
-from bertfast.swap.hf_encoder import USE
+from bertfast.swap.hf_encoder import USE, USE_OF_HEAD
 from bertfast.swap.hf_layers import activation_of
 
 
@@ -21,6 +21,12 @@ class HeadHook(SwapHook):
 
     # The position of the first argument behind those of the base model.
     labels_at: ClassVar[int] = 5
+    # What the head may use in any call.
+    use: ClassVar[RowUse] = RowUse(padded_rows=True)
+
+    @classmethod
+    def prepare(cls, module: nn.Module) -> None:
+        module.base_model.__dict__[USE_OF_HEAD] = cls.use
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         return args, {**kwargs, USE: self.use_of(args, kwargs)}
@@ -47,7 +53,7 @@ class CausalHook(HeadHook):
     """A label for each token, predicted by the one before it."""
 
     def use_of(self, args: tuple, kwargs: dict) -> RowUse:
-        return RowUse(padded_rows=True)
+        return self.use
 
 
 class AnswerHook(HeadHook):
@@ -62,8 +68,10 @@ class AnswerHook(HeadHook):
 class FirstTokenHook(HeadHook):
     """A classifier on the first token of the encoder's output."""
 
+    use = RowUse(first_token=True)
+
     def use_of(self, args: tuple, kwargs: dict) -> RowUse:
-        return RowUse(first_token=True)
+        return self.use
 
 
 class DistilBertTokenHook(TokenHook):
