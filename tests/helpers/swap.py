@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +13,11 @@ from torch import nn
 import bertfast
 from bertfast.packing import Packing
 from helpers.checkpoints import HEADS, family_of, tiny_stock
-from helpers.models import NO_DROPOUT
+from helpers.models import NO_DROPOUT, inputs_of
+from helpers.project import ROOT
 
+# Of this process for others: its bertfast, and its transformers, which may be another than the installed one.
+PATH = (ROOT, Path(transformers.__file__).parents[1])
 # In transformers 5.0 these two read the output of a pooler that their base model does not have.
 BROKEN = ("XLMRobertaForMultipleChoice", "CamembertForMultipleChoice") if transformers.__version__ == "5.0.0" else ()
 OTHER_ROBERTAS = [
@@ -74,3 +78,15 @@ def traces_of_swap(model: nn.Module) -> list[str]:
         found += [name for hook in module._forward_pre_hooks.values() if type(hook).__module__.startswith("bertfast")]
         found += [name] if type(module).__module__.startswith("bertfast") else []
     return found
+
+
+def run(model: nn.Module, kind: str = "right") -> list[torch.Tensor]:
+    """The tensors that a model gives under one of `PADDING`, without gradients."""
+    with torch.no_grad():
+        output = model(**inputs_of(type(model).__name__, kind))
+    return [tensor for tensor in output.values() if isinstance(tensor, torch.Tensor)]
+
+
+def assert_bit_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
+    """The same numbers."""
+    assert len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
