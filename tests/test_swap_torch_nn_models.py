@@ -178,6 +178,7 @@ def test_custom_layers_keep_the_encoder_stock(seen):
     assert seen == [PADDED] * 2
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_quantised_layers_stay_stock(seen):
     stock = torch.ao.quantization.quantize_dynamic(encoder_of().float().eval(), {nn.Linear})
     model = copy.deepcopy(stock)
@@ -353,8 +354,9 @@ def test_lengths_and_batches_do_not_recompile(padded, fresh_dynamo):
     assert counts == [1, 2, 2, 2, 2, 2]
 
 
+@pytest.mark.slow
 def test_inductor(fresh_dynamo):
-    stock = Classifier().float()
+    stock = Classifier(layers=1).float()
     model = swapped(stock)
     compiled = torch.compile(model, fullgraph=True)
     x, mask = source(dtype=torch.float32), padding("right")

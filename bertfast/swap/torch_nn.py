@@ -41,13 +41,11 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         masks = (src_mask, src_key_padding_mask)
         if why_stock(self) is not None or not _serves(self, src, *masks, is_causal):
             return super().forward(src, *masks, is_causal)
-        batched, batch_first, src, key_padding_mask = _batched(self, src, src_key_padding_mask)
+        x, key_padding_mask = _batch_first(self, src, src_key_padding_mask)
         causal = is_causal and key_padding_mask is None
-        batch = src.shape[0 if batch_first else 1]
-        attn_mask = None if causal else visible(src_mask, key_padding_mask, batch)
+        attn_mask = None if causal else visible(src_mask, key_padding_mask, x.shape[0])
         with _pinned(self._bertfast_options):
-            output = layer_forward(self, src, Layout(batch_first, attn_mask, causal))
-        return output if batched else output.squeeze(0)
+            return _as_given(layer_forward(self, x, Layout(attn_mask, causal)), self, src)
 
 
 class TransformerEncoder(nn.TransformerEncoder):
@@ -66,20 +64,19 @@ class TransformerEncoder(nn.TransformerEncoder):
         masks = (mask, src_key_padding_mask)
         if not _layers_are_fused(self) or not _serves(self.layers[0], src, *masks, is_causal):
             return super().forward(src, *masks, is_causal)
-        batched, batch_first, x, key_padding_mask = _batched(self.layers[0], src, src_key_padding_mask)
+        x, key_padding_mask = _batch_first(self.layers[0], src, src_key_padding_mask)
         options = self._bertfast_options
-        layout, packing, rows = plan(x, mask, key_padding_mask, is_causal, batch_first, options.unpad)
+        layout, packing, rows = plan(x, mask, key_padding_mask, is_causal, options.unpad)
         if packing is not None:
-            x = packing.unpad(x if batch_first else x.transpose(0, 1)).unsqueeze(0)
+            x = packing.unpad(x).unsqueeze(0)
         with _pinned(options):
             for layer in self.layers:
                 x = layer(x, _layout=layout)
         if packing is not None:
             x = packing.repad(x[0])
-            x = x if batch_first else x.transpose(0, 1).contiguous()
         elif rows is not None:
-            x = x.masked_fill(~(rows if batch_first else rows.t()).unsqueeze(-1), 0.0)
-        x = x if batched else x.squeeze(0)
+            x = x.masked_fill(~rows.unsqueeze(-1), 0.0)
+        x = _as_given(x, self.layers[0], src)
         return x if self.norm is None else self.norm(x)
 
 
@@ -106,13 +103,20 @@ def _serves(
     return fit(src_mask, key_padding_mask, batch, attention.num_heads, src.shape[length_at], batched)
 
 
-def _batched(
+def _batch_first(
     layer: nn.TransformerEncoderLayer, src: Tensor, key_padding_mask: Tensor | None
-) -> tuple[bool, bool, Tensor, Tensor | None]:
-    """Whether `src` is batched, whether its batch comes first once it is, it and its mask with a batch."""
+) -> tuple[Tensor, Tensor | None]:
+    """(B, S, N) of `src`, and the (B, S) mask. One copy: queries and keys of one sequence are then close together."""
     if src.dim() == 3:
-        return True, layer.self_attn.batch_first, src, key_padding_mask
-    return False, True, src.unsqueeze(0), None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        return src if layer.self_attn.batch_first else src.transpose(0, 1).contiguous(), key_padding_mask
+    return src.unsqueeze(0), None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+
+
+def _as_given(x: Tensor, layer: nn.TransformerEncoderLayer, src: Tensor) -> Tensor:
+    """(B, S, N) in the form of `src`."""
+    if src.dim() == 2:
+        return x.squeeze(0)
+    return x if layer.self_attn.batch_first else x.transpose(0, 1).contiguous()
 
 
 def _layers_are_fused(encoder: nn.TransformerEncoder) -> bool:

@@ -45,17 +45,15 @@ _MODULES = {nn.ReLU: "relu", nn.SiLU: "silu", nn.Mish: "mish", nn.Tanh: "tanh", 
 
 
 class Layout(NamedTuple):
-    """Where the tokens of hidden states are, and which of them see which.
+    """Which tokens of hidden states see which. Padded hidden states are (B, S, N), packed ones (1, T, N).
 
     Attributes:
-        batch_first: padded hidden states are (B, S, N), else (S, B, N). Packed ones are (1, T, N).
         attn_mask: broadcasts to (B, H, S, S): bool (True takes part) or floating point (added).
         is_causal: no token sees a later one.
         key_padding_mask: (B, S) bool, True where a key takes no part: all that `attn_mask` says, if it is given.
         cu_seqlens, max_seqlen: of packed hidden states, see `bertfast.packing.Packing`.
     """
 
-    batch_first: bool = True
     attn_mask: Tensor | None = None
     is_causal: bool = False
     key_padding_mask: Tensor | None = None
@@ -154,8 +152,8 @@ def _norm(norm: nn.LayerNorm, may_lack_bias: bool) -> tuple[Tensor, Tensor | Non
 
 
 def self_attention(attention: nn.MultiheadAttention, x: Tensor, layout: Layout, functions: ModuleType = ops) -> Tensor:
-    """Self-attention with both projections, (..., N) to (..., N) in the layout of `x`; the packed projection of query,
-    key and value is read through views."""
+    """Self-attention with both projections, padded or packed, to the shape of `x`; the packed projection of query, key
+    and value is read through views."""
     heads = attention.num_heads
     projected = F.linear(x, attention.in_proj_weight, attention.in_proj_bias)
     by_head = projected.view(*x.shape[:-1], 3, heads, x.shape[-1] // heads)
@@ -167,10 +165,10 @@ def self_attention(attention: nn.MultiheadAttention, x: Tensor, layout: Layout, 
             query, key, value, ends, ends, longest, longest, dropout_p=dropout_p, is_causal=layout.is_causal
         ).unsqueeze(0)
     else:
-        query, key, value = by_head.permute((2, 0, 3, 1, 4) if layout.batch_first else (2, 1, 3, 0, 4)).unbind(0)
+        query, key, value = by_head.transpose(1, 3).unbind(2)
         context = functions.attention(
             query, key, value, layout.attn_mask, dropout_p=dropout_p, is_causal=layout.is_causal
-        ).permute((0, 2, 1, 3) if layout.batch_first else (2, 0, 1, 3))
+        ).transpose(1, 2)
     return F.linear(context.flatten(-2), attention.out_proj.weight, attention.out_proj.bias)
 
 
@@ -179,7 +177,7 @@ def layer_forward(layer: nn.TransformerEncoderLayer, x: Tensor, layout: Layout) 
 
     Args:
         layer: gives parameters, settings and training flags.
-        x: (B, S, N), (S, B, N) or (1, T, N), as `layout` says.
+        x: (B, S, N), or (1, T, N) where `layout` is of packed hidden states.
 
     Returns:
         The shape of `x`.
@@ -190,10 +188,9 @@ def layer_forward(layer: nn.TransformerEncoderLayer, x: Tensor, layout: Layout) 
     activation = activation_of(layer)
     plain = torch_nn_plain.is_better(x)
     if plain and layout.keys_only() and not (inner_p or p1 or p2 or _attention_p(attention)):
-        by_batch = x if layout.batch_first else x.transpose(0, 1).contiguous()
-        output = torch_nn_plain.call_native(layer, by_batch, activation, layout.key_padding_mask)
+        output = torch_nn_plain.call_native(layer, x, activation, layout.key_padding_mask)
         if output is not None:
-            return output if layout.batch_first else output.transpose(0, 1).contiguous()
+            return output
     functions = torch_nn_plain if plain else ops
     norm1, norm2 = _norm(children["norm1"], plain), _norm(children["norm2"], plain)
     weights = (linear1.weight, linear1.bias, linear2.weight, linear2.bias)

@@ -15,7 +15,7 @@ from torch import Tensor
 from bertfast.models.plan import is_traced
 from bertfast.packing import Packing, mask_sizes
 from bertfast.swap.torch_nn_layer import Layout
-from bertfast.swap.torch_nn_plain import MAX_LENGTH, is_small
+from bertfast.swap.torch_nn_plain import is_small
 
 
 class Plan(NamedTuple):
@@ -79,27 +79,26 @@ def plan(
     src_mask: Tensor | None,
     key_padding_mask: Tensor | None,
     is_causal: bool | None,
-    batch_first: bool,
     unpad: bool,
 ) -> Plan:
     """How the encoder runs. Values are read, once, where that may save work: whether a mask is the causal one and where
     padding is. Not in traces, which run padded and give the same.
 
     Args:
-        hidden_states: (B, S, N), or (S, B, N) without `batch_first`.
+        hidden_states: (B, S, N).
         src_mask, key_padding_mask: as of `visible`; they fit.
         is_causal: stock's hint: True says that `src_mask` is the causal mask, None that it may be.
     """
     if key_padding_mask is None and src_mask is None:
-        return Plan(Layout(batch_first))
-    batch = hidden_states.shape[0 if batch_first else 1]
+        return Plan(Layout())
+    batch = hidden_states.shape[0]
     may_be_causal = src_mask is not None and is_causal is not False and src_mask.dim() == 2
     may_be_causal = may_be_causal and not src_mask.requires_grad
     if key_padding_mask is None:
         causal = is_causal is True
         if not causal and may_be_causal and not is_traced(src_mask):
             causal = bool(is_causal_mask(src_mask))
-        return Plan(Layout(batch_first, None if causal else visible(src_mask, None, batch), causal))
+        return Plan(Layout(None if causal else visible(src_mask, None, batch), causal))
     is_bool = key_padding_mask.dtype == torch.bool
     real = ~key_padding_mask if is_bool else key_padding_mask != -math.inf
     may_pack = unpad and (src_mask is None or may_be_causal) and not key_padding_mask.requires_grad
@@ -111,10 +110,9 @@ def plan(
         causal = src_mask is not None
         if not any(found):
             if total == real.numel():
-                return Plan(Layout(batch_first, is_causal=causal))
+                return Plan(Layout(is_causal=causal))
             if is_small(hidden_states):
-                keys = ~real if real.shape[1] <= MAX_LENGTH else None
-                return Plan(Layout(batch_first, real[:, None, None, :], key_padding_mask=keys), rows=real)
+                return Plan(Layout(real[:, None, None, :], key_padding_mask=~real), rows=real)
             packing = Packing.from_sizes(real, total, longest)
-            return Plan(Layout(True, None, causal, None, packing.cu_seqlens, packing.max_seqlen), packing)
-    return Plan(Layout(batch_first, visible(src_mask, key_padding_mask, batch)), rows=real if unpad else None)
+            return Plan(Layout(None, causal, None, packing.cu_seqlens, packing.max_seqlen), packing)
+    return Plan(Layout(visible(src_mask, key_padding_mask, batch)), rows=real if unpad else None)
