@@ -23,7 +23,11 @@ from bertfast.swap.eligibility import has_own_forward
 from bertfast.swap.report import SwapReport
 
 # A provider, and the package without which none of its modules exist.
-PROVIDERS = {"bertfast.swap.torch_nn": "torch", "bertfast.swap.huggingface": "transformers"}
+PROVIDERS = {
+    "bertfast.swap.torch_nn": "torch",
+    "bertfast.swap.huggingface": "transformers",
+    "bertfast.swap.sentence_transformers": "sentence_transformers",
+}
 PREFIX = "_bertfast_"
 STOCK = "_bertfast_stock"
 OPTIONS = "_bertfast_options"

@@ -30,6 +30,7 @@ ATTENTIONS = frozenset({"sdpa", "eager", "bertfast"})
 # What transformers passes down to attention functions, of which those above make nothing.
 WITHOUT_EFFECT = frozenset(
     {
+        "token_type_ids",  # of DistilBERT, which has none, where a tokenizer makes them
         "position_ids",
         "cache_position",
         "use_cache",
