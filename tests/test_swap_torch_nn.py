@@ -193,6 +193,21 @@ def test_a_query_without_keys_gives_no_nan():
         assert_close(model.train()(source(), **{name: src_mask}), output, name)
 
 
+@pytest.mark.parametrize(("batch", "length"), [(0, LENGTH), (BATCH, 0), (1, 1)])
+@pytest.mark.parametrize("train", [True, False])
+def test_empty_and_single(batch, length, train):
+    x = source(batch=batch, length=length).requires_grad_(train)
+    masks = [{}, {"src_key_padding_mask": torch.zeros(batch, length, dtype=torch.bool)}]
+    masks += [{"mask": torch.zeros(length, length, dtype=torch.bool)}]
+    stock = encoder_of().train(train)
+    for one in masks:
+        with torch.set_grad_enabled(train):
+            output = swapped(stock)(x, **one)
+        assert output.shape == x.shape
+        if length == 1:
+            assert_close(output, stock(x), "one token")
+
+
 def test_unpad_switched_off_gives_the_padded_rows_of_stock(seen, packs_small):
     stock = encoder_of()
     model = swapped(stock, unpad=False)

@@ -10,9 +10,11 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.fsdp import fully_shard
 from torch.nn.modules import module as global_hooks
 from torch.nn.utils import parametrizations
 
@@ -444,3 +446,36 @@ def test_checkpointing_gives_the_same_gradients(seen):
         stock(x, None, padding("right"))[:, 0].square().sum().backward()
         assert_same_gradients(model, stock)
     assert set(seen) == {PACKED}
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fully_shard", "swapped behind fully_shard"])
+def test_distributed_wrappers(wrapper, process_group, seen):
+    stock = encoder_of()
+    model = copy.deepcopy(stock)
+    if wrapper != "swapped behind fully_shard":
+        assert bertfast.accelerate(model)
+    if wrapper == "ddp":
+        wrapped = nn.parallel.DistributedDataParallel(model)
+    else:
+        wrapped = model
+        mesh = dist.init_device_mesh("cpu", (1,))
+        for module in (*model.layers, model):
+            fully_shard(module, mesh=mesh)
+        report = bertfast.accelerate(model) if "behind" in wrapper else bertfast.restore(model)
+        assert not report
+        assert list(report.left) == ["", "layers.0", "layers.1"]
+    mask = padding("right")
+    got, wanted = (one(source(), src_key_padding_mask=mask) for one in (wrapped, stock))
+    assert_close(kept(got, mask), kept(wanted, mask), "output")
+    kept(got, mask).square().sum().backward(), kept(wanted, mask).square().sum().backward()
+    for (name, ours), theirs in zip(model.named_parameters(), stock.parameters(), strict=True):
+        gradient = ours.grad if wrapper == "ddp" else ours.grad.full_tensor()
+        assert_close(gradient, theirs.grad, name)
+    assert seen == {"ddp": [PACKED] * 2, "fully_shard": [PADDED] * 2}.get(wrapper, [])

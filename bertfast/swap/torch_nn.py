@@ -5,6 +5,8 @@ causal. Whatever is not served, for good or in one forward, runs stock's forward
 
 Padded rows of the encoder's output are what torch's fast path in evaluation gives, also in training: 0, or `norm` of 0
 where there is a final norm. With `unpad=False`, in a layer by itself and where stock's forward runs they are stock's.
+
+`torch.jit.script` takes no swapped module: `restore` first.
 """
 
 from __future__ import annotations
