@@ -1,0 +1,182 @@
+"""torch.compile, torch.export, tracing, autocast and inference mode of swapped models of transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import bertfast
+from helpers.models import assert_close, assert_same_gradients, inputs_of, labels_of, mask_of
+from helpers.swap import stock_and_swapped
+
+BASES = ["BertModel", "RobertaModel", "DistilBertModel"]
+HEADS = ["BertForMaskedLM", "RobertaForSequenceClassification", "DistilBertForQuestionAnswering"]
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def shallow(name, **fields):
+    """With one layer: compiling takes its time by the layer."""
+    return stock_and_swapped(name, num_hidden_layers=1, **fields)
+
+
+def batch(rows, length):
+    """Ids and mask of any size, with rows of different lengths."""
+    ids = torch.randint(2, 61, (rows, length), generator=torch.Generator().manual_seed(length))
+    lengths = torch.arange(rows) % (length - 1) + 1
+    lengths[0] = length
+    return {"input_ids": ids, "attention_mask": (torch.arange(length) < lengths[:, None]).long()}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", BASES)
+def test_compiled_models_give_what_eager_ones_give(name, attention):
+    """Padded rows included: zero, or stock's where eager mode keeps padding for a pooled first token."""
+    stock, swapped = shallow(name, attention=attention)
+    compiled = torch.compile(swapped, fullgraph=True, backend="aot_eager")
+    for kind in ("right", "left", "holes", "full"):
+        inputs = inputs_of(name, kind)
+        got, wanted = compiled(**inputs), swapped(**inputs)
+        assert list(got) == list(wanted)
+        for key in wanted:
+            assert_close(got[key], wanted[key], f"{kind} {key}")
+        if kind == "right":
+            assert not got.last_hidden_state[mask_of(kind) == 0].any()
+    cotangents = [torch.randn_like(tensor) for tensor in wanted.values()]
+    for model, output in ((swapped, got), (stock, stock(**inputs))):
+        model.zero_grad()
+        torch.autograd.backward(list(output.values()), cotangents)
+    assert_same_gradients(swapped, stock)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_compiled_heads_with_labels(name):
+    stock, swapped = shallow(name)
+    compiled = torch.compile(swapped, fullgraph=True, backend="aot_eager")
+    for kind in ("right", "left"):
+        inputs = {**inputs_of(name, kind), **labels_of(name, kind)}
+        if name == "BertForMaskedLM":
+            inputs["labels"][2, 6] = 3
+        losses = []
+        for model, call in ((swapped, compiled), (stock, stock)):
+            model.zero_grad()
+            losses.append(call(**inputs).loss)
+            losses[-1].backward()
+        assert_close(*losses, "loss")
+        assert_same_gradients(swapped, stock)
+
+
+def graphs(model, sizes) -> list[int]:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    counts = []
+    with torch.no_grad():
+        for rows, length in sizes:
+            compiled(**batch(rows, length))
+            counts.append(counter.frame_count)
+    return counts
+
+
+@pytest.mark.parametrize(
+    "name", ["BertModel", "XLMRobertaForTokenClassification", "DistilBertForSequenceClassification"]
+)
+def test_no_more_graphs_than_stock(name):
+    sizes = [(2, 4), (2, 5), (3, 7), (4, 64), (5, 128), (3, 511), (1, 512)]
+    stock, swapped = shallow(name, max_position_embeddings=514)
+    ours, theirs = graphs(swapped, sizes), graphs(stock, sizes)
+    assert all(mine <= other for mine, other in zip(ours, theirs, strict=True)), (ours, theirs)
+
+
+def test_a_backend_holds_when_compiled():
+    _, swapped = shallow("BertModel")
+    bertfast.accelerate(swapped, backend="torch")
+    inputs = inputs_of("BertModel", "right")
+    compiled = torch.compile(swapped, fullgraph=True, backend="aot_eager")
+    assert_close(compiled(**inputs)[0], swapped(**inputs)[0], "last_hidden_state")
+
+
+@pytest.mark.slow
+def test_inductor():
+    _, swapped = shallow("BertForMaskedLM", dtype=torch.float32)
+    compiled = torch.compile(swapped, fullgraph=True, dynamic=True)
+    for rows, length in ((3, 7), (2, 12)):
+        inputs = batch(rows, length)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(**inputs)[0], swapped(**inputs)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_captured_outputs_compile():
+    stock, swapped = shallow("BertModel", attention="eager")
+    inputs = inputs_of("BertModel", "right")
+    asked = {"output_hidden_states": True, "output_attentions": True}
+    compiled = torch.compile(swapped, fullgraph=False, backend="aot_eager")
+    got, wanted = compiled(**inputs, **asked), stock(**inputs, **asked)
+    for key in ("hidden_states", "attentions"):
+        for one, other in zip(got[key], wanted[key], strict=True):
+            assert_close(one, other, key)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", ["BertModel", "RobertaForSequenceClassification", "DistilBertForMaskedLM"])
+def test_export_with_dynamic_batch_and_length(name, strict):
+    _, swapped = shallow(name)
+    sizes = {0: torch.export.Dim("batch", min=1, max=64), 1: torch.export.Dim("length", min=2, max=20)}
+    given = batch(3, 7)
+    with torch.no_grad():
+        program = torch.export.export(
+            swapped, (), given, dynamic_shapes=dict.fromkeys(given, sizes), strict=strict
+        ).module()
+        for rows, length in ((3, 7), (5, 12), (2, 20)):
+            inputs = batch(rows, length)
+            got, wanted = program(**inputs), swapped(**inputs)
+            for one, other in zip(got.values(), wanted.values(), strict=True):
+                assert_close(one, other, f"{rows} x {length}")
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_traces():
+    _, swapped = shallow("BertModel")
+    swapped.config.return_dict = False
+    given, other = batch(3, 7), batch(3, 7)
+    other["attention_mask"] = other["attention_mask"].flip(0)
+    with torch.no_grad():
+        traced = torch.jit.trace(swapped, tuple(given.values()), check_trace=False)
+        for inputs in (given, other):
+            assert_close(traced(*inputs.values())[0], swapped(**inputs)[0], "last_hidden_state")
+
+
+@pytest.mark.parametrize("name", ["BertForPreTraining", "RobertaForMaskedLM", "DistilBertModel"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(name, dtype):
+    stock, swapped = stock_and_swapped(name, dtype=torch.float32)
+    exact, _ = stock_and_swapped(name)
+    inputs, mask = inputs_of(name, "right"), mask_of("right").bool()
+    with torch.autocast("cpu", dtype):
+        got, wanted = swapped(**inputs), stock(**inputs)
+    truth = exact(**inputs)
+    assert list(got) == list(wanted)
+    for key in wanted:
+        assert got[key].dtype == wanted[key].dtype, key
+        mine, theirs, true = (t[key][mask] if t[key].shape[:2] == mask.shape else t[key] for t in (got, wanted, truth))
+        assert (mine - true).abs().max() <= 2 * (theirs - true).abs().max() + torch.finfo(dtype).eps * true.abs().max()
+        (got[key].float().square().mean() + 0 * mine.float().sum()).backward(retain_graph=True)
+    assert all(p.grad is None or p.grad.dtype == torch.float32 for p in swapped.parameters())
+
+
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "DistilBertForSequenceClassification"])
+def test_inference_mode(name):
+    _, swapped = stock_and_swapped(name, dtype=torch.float32)
+    inputs = inputs_of(name, "right")
+    with torch.inference_mode():
+        got = swapped(**inputs)[0]
+    wanted = swapped(**inputs)[0]
+    assert got.is_inference() and not wanted.is_inference()
+    torch.testing.assert_close(got, wanted)
+    wanted.square().sum().backward()
