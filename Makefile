@@ -21,6 +21,7 @@ TRANSFORMERS ?= 5.0.0 5.17.0
 
 BIN := .venv/bin
 READY := .venv/.ready
+TRANSFORMERS_TESTS := $(filter-out tests/test_swap_torch_nn%,$(wildcard tests/test_swap_*.py))
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
 PIP := $(PIP_INSTALL) --constraint constraints.txt
@@ -49,7 +50,7 @@ build/triton-%: | $(READY)
 transformers: $(TRANSFORMERS:%=build/transformers-%)
 	for folder in $^; do \
 		PYTHONPATH=$$folder OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
-			-n $(JOBS) --dist loadfile -m "not slow" $(ARGS) tests/test_swap_*.py || exit; \
+			-n $(JOBS) --dist loadfile -m "not slow" $(ARGS) $(TRANSFORMERS_TESTS) || exit; \
 	done
 
 # With its requirements: the installed huggingface_hub and tokenizers do not fit every version.
