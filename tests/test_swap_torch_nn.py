@@ -277,6 +277,8 @@ def test_each_dropout_drops_what_stock_drops(name, backend, norm_first, packs_sm
         got, wanted = (one.train()(source(), src_key_padding_mask=mask) for one in (model, stock))
         assert_close(kept(got, mask), kept(wanted, mask), name)
         assert (kept(got, mask) - kept(without, mask)).abs().max() > 1e-3
+        with torch.no_grad():
+            assert_close(model(source()), stock(source()), "without gradients")
         with slow_path():
             assert_close(kept(model.eval()(source()), None), stock.eval()(source()), "evaluation")
 

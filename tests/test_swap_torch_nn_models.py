@@ -195,9 +195,12 @@ def test_quantised_layers_stay_stock(seen):
     assert not seen
 
 
-@pytest.mark.parametrize("where", ["layers.0", "layers.1.self_attn", "layers.0.linear1", "layers.1.norm2"])
+HOOKED = ["layers.0", "layers.1.self_attn", "layers.0.linear1", "layers.1.norm2", "layers.0.activation"]
+
+
+@pytest.mark.parametrize("where", HOOKED)
 def test_hooks_see_what_they_see_in_stock(where, seen):
-    stock = encoder_of()
+    stock = encoder_of(nn.ReLU())
     model = swapped(stock)
     shapes = []
     for one in (stock, model):
