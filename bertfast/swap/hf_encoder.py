@@ -83,7 +83,7 @@ class BaseModelHook(SwapHook):
         kwargs = dict(kwargs)
         use = kwargs.pop(USE, module.__dict__.get(USE_OF_HEAD, REAL_ROWS))
         given = dict(zip(self.arguments, args, strict=False), **kwargs)
-        if len(args) > len(self.arguments) or not self._is_for_us(module, given):
+        if len(args) > len(self.arguments) or not self.is_last(module) or not self._is_for_us(module, given):
             return args, kwargs
         mask = given["attention_mask"]
         asked = any(given.get(name) or getattr(module.config, name, False) for name in CAPTURED)

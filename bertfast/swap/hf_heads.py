@@ -29,7 +29,8 @@ class HeadHook(SwapHook):
         module.base_model.__dict__[USE_OF_HEAD] = cls.use
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return args, {**kwargs, USE: self.use_of(args, kwargs)}
+        use = self.use_of(args, kwargs) if self.is_last(module) else RowUse(padded_rows=True)
+        return args, {**kwargs, USE: use}
 
     def use_of(self, args: tuple, kwargs: dict) -> RowUse:
         """What the head uses in this call."""
