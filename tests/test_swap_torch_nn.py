@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bertfast.swap import torch_nn
+from bertfast import BackendError
+from bertfast.swap import torch_nn, torch_nn_plain
 from helpers.models import assert_close
 from helpers.swap_torch_nn import (
     ACTIVATIONS,
@@ -321,6 +322,22 @@ def test_precision(dtype, form, backend, packs_small):
     for name, value in wanted.items():
         noise = eps_of(dtype) * max(v.abs().max() for n, v in wanted.items() if (n == "output") == (name == "output"))
         assert_within(got[name], [theirs[name]], value, noise, name)
+
+
+def test_plain_functions_serve_the_cpu_unless_a_backend_is_named(monkeypatch):
+    """Half precision is left to the ops: stock LayerNorm keeps its statistics in half precision there."""
+    calls = []
+    function = torch_nn_plain.add_layer_norm
+    monkeypatch.setattr(torch_nn_plain, "add_layer_norm", lambda *a, **k: calls.append(1) or function(*a, **k))
+    for dtype, backend, count in ((torch.float32, "auto", 2), (torch.bfloat16, "auto", 0), (torch.float32, "torch", 0)):
+        del calls[:]
+        swapped(layer_of().to(dtype), backend=backend)(source(dtype=dtype))
+        assert len(calls) == count
+    with torch.no_grad():
+        swapped(layer_of().eval())(source())
+        with pytest.raises(BackendError, match="attention"):
+            swapped(layer_of().float().eval(), backend="cpu")(source(dtype=torch.float32))
+    assert not calls
 
 
 @pytest.mark.parametrize("module", ["layer", "encoder"])

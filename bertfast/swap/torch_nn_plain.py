@@ -96,6 +96,8 @@ def call_native(
         return None
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed() or torch.is_autocast_enabled("cpu"):
         return None
+    if not torch.backends.mha.get_fastpath_enabled():
+        return None
     if x.shape[1] > (MAX_LENGTH if key_padding_mask is None else MAX_MASKED_LENGTH):
         return None
     out, linear1, linear2 = attention.out_proj, children["linear1"], children["linear2"]
