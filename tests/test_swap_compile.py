@@ -85,7 +85,12 @@ def graphs(model, sizes) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "name", ["BertModel", "XLMRobertaForTokenClassification", "DistilBertForSequenceClassification"]
+    "name",
+    [
+        "BertModel",
+        pytest.param("XLMRobertaForTokenClassification", marks=pytest.mark.slow),
+        pytest.param("DistilBertForSequenceClassification", marks=pytest.mark.slow),
+    ],
 )
 def test_no_more_graphs_than_stock(name):
     sizes = [(2, 4), (2, 5), (3, 7), (4, 64), (5, 128), (3, 511), (1, 512)]
