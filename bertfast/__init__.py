@@ -10,7 +10,7 @@ from bertfast.backends import BackendError, use_backend
 from bertfast.configuration import PRESETS, BertConfig, DistilBertConfig, PretrainedConfig, RobertaConfig
 from bertfast.errors import CheckpointError
 from bertfast.models import *  # noqa: F403
-from bertfast.swap import SwapError, SwapReport, accelerate, restore
+from bertfast.swap import SwapError, SwapReport, accelerate, register_attention, restore
 from bertfast.tokenization import Tokenizer
 from bertfast.weight_cache import refresh
 
@@ -33,16 +33,8 @@ __all__ = [
     "ops",
     "packing",
     "refresh",
-    "register_attention",  # noqa: F405
+    "register_attention",
     "restore",
     "use_backend",
     *models.__all__,
 ]
-
-
-def __getattr__(name: str):
-    if name == "register_attention":
-        from bertfast.swap import register_attention
-
-        return register_attention
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
