@@ -117,6 +117,11 @@ def frozen_norm(layer):
     layer.norm1 = nn.LayerNorm(WIDTH, elementwise_affine=False).double()
 
 
+def own_activation(layer):
+    layer.activation = nn.ReLU()
+    layer.activation.forward = lambda x: x.clamp(-0.5, 1.0)
+
+
 UNUSUAL = {
     "kdim": (lambda layer: with_attention(layer, kdim=WIDTH - 1), "kdim"),
     "bias_k": (lambda layer: with_attention(layer, add_bias_kv=True), "bias_k"),
@@ -131,6 +136,7 @@ UNUSUAL = {
     ),
     "hook": (lambda layer: layer.linear2.register_forward_hook(lambda m, a, o: o * 2), "linear2 has hooks"),
     "out_proj": (lambda layer: layer.self_attn.out_proj.register_forward_hook(print), "self_attn.out_proj has hooks"),
+    "activation": (own_activation, "activation has a forward of its own"),
     "forward": (lambda layer: setattr(layer.linear1, "forward", layer.linear1.forward), "forward of its own"),
 }
 

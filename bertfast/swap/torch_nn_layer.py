@@ -83,8 +83,11 @@ def why_stock(layer: nn.TransformerEncoderLayer) -> str | None:
         if len(children[name].normalized_shape) != 1:
             return f"{name} normalises over several dimensions"
     activation = children.get("activation")
-    if activation is not None and any_hooks(activation):
-        return "activation has hooks"
+    if activation is not None:
+        if any_hooks(activation):
+            return "activation has hooks"
+        if "forward" in activation.__dict__:
+            return "activation has a forward of its own"
     return _why_stock_attention(children["self_attn"])
 
 
