@@ -259,6 +259,11 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
+def is_pinned() -> bool:
+    """Whether a `use_backend` is in force that names backends, be they those of the automatic order."""
+    return _pinned.order is not None
+
+
 def order_on(device: str) -> tuple[str, ...]:
     """The backends that may serve calls on a type of device, best first: those that are pinned, or the automatic
     order."""

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bertfast import BackendError
-from bertfast.swap import torch_nn, torch_nn_plain
+from bertfast import BackendError, use_backend
+from bertfast.swap import torch_nn, torch_nn_masks, torch_nn_plain
 from helpers.models import assert_close
 from helpers.swap_torch_nn import (
     ACTIVATIONS,
@@ -46,16 +46,18 @@ def seen(monkeypatch):
     return shapes
 
 
-@pytest.fixture
-def packs_small(monkeypatch):
-    """Removes padding from batches that are as small as those of the tests."""
-    monkeypatch.setattr("bertfast.swap.torch_nn_plain.SMALL", 0)
+@pytest.fixture(params=["packed", "padded"])
+def small(request, monkeypatch):
+    """Whether batches count as small, whose padding is computed rather than removed."""
+    is_small = request.param == "padded"
+    monkeypatch.setattr(torch_nn_masks, "is_small", lambda hidden_states: is_small)
+    return is_small
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", [None, "right", "holes"])
-def test_layers_and_encoders_of_every_form(form, kind, backend, seen):
+def test_layers_and_encoders_of_every_form(form, kind, backend, small, seen):
     batch_first = FORMS[form].get("batch_first", True)
     mask = None if kind is None else padding(kind)
     for stock in (layer_of(**FORMS[form]), encoder_of(**FORMS[form])):
@@ -68,7 +70,7 @@ def test_layers_and_encoders_of_every_form(form, kind, backend, seen):
 @pytest.mark.parametrize("form", ["post", "pre, sequence first", "odd heads", "no bias"])
 @pytest.mark.parametrize("kind", ["right", "left", "holes"])
 @pytest.mark.parametrize("pairs", [None, "causal", "causal bool"])
-def test_padding_is_removed_once(form, kind, pairs, backend, seen, packs_small):
+def test_padding_is_removed_once(form, kind, pairs, backend, seen):
     stock = encoder_of(**FORMS[form])
     batch_first = FORMS[form].get("batch_first", True)
     mask = padding(kind, "float" if pairs == "causal" else "bool")
@@ -124,7 +126,7 @@ def test_masks_count_by_value(pairs, padded, batch_first):
 @pytest.mark.parametrize("is_causal", [None, False, True])
 @pytest.mark.parametrize("kind", ["causal", "causal bool"])
 @pytest.mark.parametrize("padded", [None, "right"])
-def test_the_causal_hint(is_causal, kind, padded):
+def test_the_causal_hint(is_causal, kind, padded, small):
     mask = None if padded is None else padding(padded, "bool" if "bool" in kind else "float")
     stock = encoder_of()
     assert_stock(swapped(stock), stock, source(), mask, mask=pair_mask(kind), is_causal=is_causal)
@@ -164,9 +166,7 @@ def test_masks_get_gradients(pairs):
     assert biases[0].grad.any()
 
 
-@pytest.mark.parametrize("small", [0, 10**6])
-def test_sequences_that_are_padding_altogether(small, monkeypatch):
-    monkeypatch.setattr("bertfast.swap.torch_nn_plain.SMALL", small)
+def test_sequences_that_are_padding_altogether(small):
     stock = encoder_of(norm=False)
     model = swapped(stock)
     mask = padding("right")
@@ -209,7 +209,7 @@ def test_empty_and_single(batch, length, train):
             assert_close(output, stock(x), "one token")
 
 
-def test_unpad_switched_off_gives_the_padded_rows_of_stock(seen, packs_small):
+def test_unpad_switched_off_gives_the_padded_rows_of_stock(seen):
     stock = encoder_of()
     model = swapped(stock, unpad=False)
     mask = padding("holes")
@@ -220,16 +220,26 @@ def test_unpad_switched_off_gives_the_padded_rows_of_stock(seen, packs_small):
     assert set(seen) == {(BATCH, LENGTH, WIDTH)}
 
 
-def test_small_batches_keep_their_padding_on_the_cpu(seen):
-    model = swapped(encoder_of())
-    model(source(), src_key_padding_mask=padding("right"))
-    model(source(), src_key_padding_mask=padding("none"))
-    assert seen == [(BATCH, LENGTH, WIDTH)] * 4
-    del seen[:]
-    large = source(batch=10, length=80)
-    mask = (torch.arange(80) >= 3).expand(10, 80)
-    model(large, src_key_padding_mask=mask)
-    assert seen == [(1, 30, WIDTH)] * 2
+def test_small_batches_in_fp32_keep_their_padding_on_the_cpu(seen):
+    model = swapped(encoder_of().float())
+
+    def shapes(model, x, mask):
+        del seen[:]
+        model(x, src_key_padding_mask=mask)
+        assert seen[0] == seen[1]
+        return seen[0]
+
+    small, mask = source(dtype=torch.float32), padding("right")
+    tokens = (1, int((~mask).sum()), WIDTH)
+    assert shapes(model, small, mask) == shapes(model, small, padding("none")) == (BATCH, LENGTH, WIDTH)
+    assert shapes(swapped(model, backend="torch"), small, mask) == tokens
+    for backends in (("torch",), ("cpu", "torch")):
+        with use_backend(*backends):
+            assert shapes(model, small, mask) == tokens
+    assert shapes(swapped(encoder_of()), small.double(), mask) == tokens
+    assert shapes(swapped(encoder_of().bfloat16()), small.bfloat16(), mask) == tokens
+    large = source(batch=10, length=80, dtype=torch.float32)
+    assert shapes(model, large, (torch.arange(80) >= 3).expand(10, 80)) == (1, 30, WIDTH)
 
 
 def test_layers_that_differ():
@@ -251,7 +261,7 @@ def test_layers_that_differ():
 
 
 @pytest.mark.parametrize("norm", [None, nn.Tanh(), nn.LayerNorm(WIDTH, bias=False), nn.RMSNorm(WIDTH)])
-def test_final_norms(norm, packs_small):
+def test_final_norms(norm, small):
     stock = encoder_of()
     stock.norm = norm if norm is None else norm.double()
     assert_stock(swapped(stock), stock, source(), padding("right"))
@@ -269,7 +279,7 @@ def zeroed(module, name):
 @pytest.mark.parametrize("name", ["attention", "dropout", "dropout1", "dropout2"])
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_each_dropout_drops_what_stock_drops(name, backend, norm_first, packs_small):
+def test_each_dropout_drops_what_stock_drops(name, backend, norm_first):
     """With probability 1 nothing is left to chance."""
     for stock in (layer_of(norm_first=norm_first), encoder_of(norm_first=norm_first)):
         without = stock(source())
@@ -285,7 +295,7 @@ def test_each_dropout_drops_what_stock_drops(name, backend, norm_first, packs_sm
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_dropout_follows_the_seed(backend, packs_small):
+def test_dropout_follows_the_seed(backend):
     stock = encoder_of(dropout=0.5)
     model = swapped(stock, backend=backend).train()
     outputs = []
@@ -302,7 +312,7 @@ def test_dropout_follows_the_seed(backend, packs_small):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", ["post", "pre", "no bias"])
 @pytest.mark.parametrize("backend", ["auto", "torch", "triton"])
-def test_precision(dtype, form, backend, packs_small):
+def test_precision(dtype, form, backend, small):
     if backend == "triton":
         pytest.importorskip("triton")
     exact = encoder_of(**FORMS[form]).to(dtype).double()
@@ -333,6 +343,8 @@ def test_plain_functions_serve_the_cpu_unless_a_backend_is_named(monkeypatch):
         del calls[:]
         swapped(layer_of().to(dtype), backend=backend)(source(dtype=dtype))
         assert len(calls) == count
+    with use_backend("cpu", "torch"):
+        swapped(layer_of())(source())
     with torch.no_grad():
         swapped(layer_of().eval())(source())
         with pytest.raises(BackendError, match="attention"):

@@ -39,7 +39,7 @@ from helpers.swap_torch_nn import (
 
 @pytest.fixture
 def seen(monkeypatch):
-    """Shapes of hidden states that fused layers see, where small batches have their padding removed too."""
+    """Shapes of hidden states that fused layers see."""
     shapes = []
     forward = torch_nn.layer_forward
 
@@ -48,7 +48,6 @@ def seen(monkeypatch):
         return forward(layer, x, layout)
 
     monkeypatch.setattr(torch_nn, "layer_forward", spied)
-    monkeypatch.setattr("bertfast.swap.torch_nn_plain.SMALL", 0)
     return shapes
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import NamedTuple, Protocol
 
@@ -42,6 +43,11 @@ class Options(NamedTuple):
 
     unpad: bool = True
     backend: str = "auto"
+
+
+def pinned(options: Options) -> AbstractContextManager[None]:
+    """The context in which a swapped module runs: its backend, or with "auto" whatever is in force around it."""
+    return nullcontext() if options.backend == "auto" else use_backend(options.backend)
 
 
 class Swapper(Protocol):
@@ -79,10 +85,7 @@ class SwappedForward:
     of the module's options. `stock_forward` is the forward that it had."""
 
     def forward(self, *args, **kwargs):
-        options = self._bertfast_options
-        if options.backend == "auto":
-            return self.fused_forward(*args, **kwargs)
-        with use_backend(options.backend):
+        with pinned(self._bertfast_options):
             return self.fused_forward(*args, **kwargs)
 
     def stock_forward(self, *args, **kwargs):

@@ -1,7 +1,7 @@
 """The layer of `torch.nn.TransformerEncoderLayer` from fused ops, padded or packed, before or after its LayerNorms.
 
-It reads the children's parameters instead of calling them, as torch's own fast path does. `why_stock` says whether
-that gives what calling them would give.
+It reads the children's parameters instead of calling them, as torch's own fast path does. `reason_not_fused` says
+whether that gives what calling them would give.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from bertfast import ops
 from bertfast.activations import Activation
 from bertfast.nn.plain import any_hooks, has_hooks
 from bertfast.swap import torch_nn_plain
+from bertfast.swap.torch_nn_native import call_native
 
 _CHILDREN = {
     "self_attn": nn.MultiheadAttention,
@@ -67,13 +68,13 @@ class Layout(NamedTuple):
         return self.attn_mask is None or self.key_padding_mask is not None
 
 
-def why_stock(layer: nn.TransformerEncoderLayer) -> str | None:
+def reason_not_fused(layer: nn.TransformerEncoderLayer) -> str | None:
     """Why the parts of `layer` must be called as they are and not fused, or None."""
     if _module._has_any_global_hook():
         return "there are hooks on all modules"
     children = layer._modules
     for name, kind in _CHILDREN.items():
-        reason = _why_called(name, children.get(name), kind)
+        reason = _child_reason(name, children.get(name), kind)
         if reason is not None:
             return reason
     for name in _WEIGHTED:
@@ -88,7 +89,7 @@ def why_stock(layer: nn.TransformerEncoderLayer) -> str | None:
             return "activation has hooks"
         if "forward" in activation.__dict__:
             return "activation has a forward of its own"
-    return _why_stock_attention(children["self_attn"])
+    return _attention_reason(children["self_attn"])
 
 
 def _is_plain(weight: Tensor | None) -> bool:
@@ -99,7 +100,7 @@ def _is_plain(weight: Tensor | None) -> bool:
     return weight is not None and torch.compiler.is_compiling() and not is_traceable_wrapper_subclass(weight)
 
 
-def _why_called(name: str, child: nn.Module | None, kind: type[nn.Module]) -> str | None:
+def _child_reason(name: str, child: nn.Module | None, kind: type[nn.Module]) -> str | None:
     if type(child) is not kind:
         return f"{name} is {type(child).__name__}, not torch.nn's {kind.__name__}"
     if has_hooks(child):
@@ -109,7 +110,7 @@ def _why_called(name: str, child: nn.Module | None, kind: type[nn.Module]) -> st
     return None
 
 
-def _why_stock_attention(attention: nn.MultiheadAttention) -> str | None:
+def _attention_reason(attention: nn.MultiheadAttention) -> str | None:
     if not attention._qkv_same_embed_dim:
         return "self_attn has a kdim or vdim of its own"
     if attention.bias_k is not None or attention.bias_v is not None:
@@ -119,13 +120,13 @@ def _why_stock_attention(attention: nn.MultiheadAttention) -> str | None:
     if not _is_plain(attention.in_proj_weight):
         return "self_attn.in_proj_weight is no plain tensor"
     out = attention._modules.get("out_proj")
-    reason = _why_called("self_attn.out_proj", out, NonDynamicallyQuantizableLinear)
+    reason = _child_reason("self_attn.out_proj", out, NonDynamicallyQuantizableLinear)
     if reason is None and not _is_plain(out.weight):
         return "self_attn.out_proj.weight is no plain tensor"
     return reason
 
 
-def activation_of(layer: nn.TransformerEncoderLayer) -> str | Activation:
+def current_activation(layer: nn.TransformerEncoderLayer) -> str | Activation:
     """The activation by its configuration name where it has one, else the callable.
 
     Looked up in every forward: it may be replaced after construction. (Stock's fast path then keeps the old one, and
@@ -176,7 +177,7 @@ def self_attention(attention: nn.MultiheadAttention, x: Tensor, layout: Layout, 
 
 
 def layer_forward(layer: nn.TransformerEncoderLayer, x: Tensor, layout: Layout) -> Tensor:
-    """One layer on padded or packed hidden states, of which `why_stock` had nothing to say.
+    """One layer on padded or packed hidden states, of which `reason_not_fused` had nothing to say.
 
     Args:
         layer: gives parameters, settings and training flags.
@@ -188,10 +189,10 @@ def layer_forward(layer: nn.TransformerEncoderLayer, x: Tensor, layout: Layout) 
     children = layer._modules
     attention, linear1, linear2 = children["self_attn"], children["linear1"], children["linear2"]
     inner_p, p1, p2 = (_probability(children[name]) for name in ("dropout", "dropout1", "dropout2"))
-    activation = activation_of(layer)
-    plain = torch_nn_plain.is_better(x)
+    activation = current_activation(layer)
+    plain = torch_nn_plain.is_preferred(x)
     if plain and layout.keys_only() and not (inner_p or p1 or p2 or _attention_p(attention)):
-        output = torch_nn_plain.call_native(layer, x, activation, layout.key_padding_mask)
+        output = call_native(layer, x, activation, layout.key_padding_mask)
         if output is not None:
             return output
     functions = torch_nn_plain if plain else ops

@@ -7,32 +7,17 @@ values in both forms, so a floating point one of 0 and -inf is a mask and any ot
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from bertfast.models.plan import is_traced
+from bertfast.models.plan import Plan, is_traced
 from bertfast.packing import Packing, mask_sizes
 from bertfast.swap.torch_nn_layer import Layout
-from bertfast.swap.torch_nn_plain import is_small
+from bertfast.swap.torch_nn_native import is_small
 
 
-class Plan(NamedTuple):
-    """How a forward of the encoder treats padding.
-
-    Attributes:
-        layout: for the layers.
-        packing: run packed; None runs padded.
-        rows: (B, S) bool, the rows of the padded path to keep where the others must read 0; None keeps all.
-    """
-
-    layout: Layout
-    packing: Packing | None = None
-    rows: Tensor | None = None
-
-
-def fit(
+def masks_fit(
     src_mask: Tensor | None, key_padding_mask: Tensor | None, batch: int, heads: int, seqlen: int, batched: bool
 ) -> bool:
     """Whether the masks have forms that torch.nn takes without a warning."""
@@ -49,7 +34,7 @@ def fit(
     return tuple(src_mask.shape) == ((seqlen, seqlen) if src_mask.dim() == 2 else (batch * heads, seqlen, seqlen))
 
 
-def visible(src_mask: Tensor | None, key_padding_mask: Tensor | None, batch: int) -> Tensor | None:
+def joint_mask(src_mask: Tensor | None, key_padding_mask: Tensor | None, batch: int) -> Tensor | None:
     """Both masks as one for `ops.attention`, which broadcasts to (B, H, S, S): bool (True takes part) or added.
 
     Args:
@@ -80,17 +65,18 @@ def plan(
     key_padding_mask: Tensor | None,
     is_causal: bool | None,
     unpad: bool,
-) -> Plan:
-    """How the encoder runs. Values are read, once, where that may save work: whether a mask is the causal one and where
-    padding is. Not in traces, which run padded and give the same.
+) -> tuple[Layout, Plan]:
+    """How the encoder runs: what its layers are given, and how it treats padding. Values are read, once, where that may
+    save work: whether a mask is the causal one and where padding is. Not in traces, which run padded and give the same.
 
     Args:
         hidden_states: (B, S, N).
-        src_mask, key_padding_mask: as of `visible`; they fit.
+        src_mask, key_padding_mask: as of `joint_mask`; they fit.
         is_causal: stock's hint: True says that `src_mask` is the causal mask, None that it may be.
+        unpad: padded rows need not be computed.
     """
     if key_padding_mask is None and src_mask is None:
-        return Plan(Layout())
+        return Layout(), Plan()
     batch = hidden_states.shape[0]
     may_be_causal = src_mask is not None and is_causal is not False and src_mask.dim() == 2
     may_be_causal = may_be_causal and not src_mask.requires_grad
@@ -98,11 +84,12 @@ def plan(
         causal = is_causal is True
         if not causal and may_be_causal and not is_traced(src_mask):
             causal = bool(is_causal_mask(src_mask))
-        return Plan(Layout(None if causal else visible(src_mask, None, batch), causal))
+        return Layout(None if causal else joint_mask(src_mask, None, batch), causal), Plan()
     is_bool = key_padding_mask.dtype == torch.bool
     real = ~key_padding_mask if is_bool else key_padding_mask != -math.inf
     may_pack = unpad and (src_mask is None or may_be_causal) and not key_padding_mask.requires_grad
-    if may_pack and not is_traced(real) and not (src_mask is not None and is_small(hidden_states)):
+    small = is_small(hidden_states)
+    if may_pack and not is_traced(real) and not (small and src_mask is not None):
         against = [] if src_mask is None else [~is_causal_mask(src_mask)]
         if not is_bool:
             against.append((real & (key_padding_mask != 0)).any())
@@ -110,9 +97,10 @@ def plan(
         causal = src_mask is not None
         if not any(found):
             if total == real.numel():
-                return Plan(Layout(is_causal=causal))
-            if is_small(hidden_states):
-                return Plan(Layout(real[:, None, None, :], key_padding_mask=~real), rows=real)
+                return Layout(is_causal=causal), Plan()
+            if small:
+                return Layout(real[:, None, None, :], key_padding_mask=~real), Plan(rows=real)
             packing = Packing.from_sizes(real, total, longest)
-            return Plan(Layout(None, causal, None, packing.cu_seqlens, packing.max_seqlen), packing)
-    return Plan(Layout(visible(src_mask, key_padding_mask, batch)), rows=real if unpad else None)
+            layout = Layout(is_causal=causal, cu_seqlens=packing.cu_seqlens, max_seqlen=packing.max_seqlen)
+            return layout, Plan(packing)
+    return Layout(joint_mask(src_mask, key_padding_mask, batch)), Plan(rows=real if unpad else None)
