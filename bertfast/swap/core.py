@@ -162,7 +162,8 @@ def accelerate(model: nn.Module, *, unpad: bool = True, backend: str = "auto", s
     Args:
         model: any module; models that are known are found inside it.
         unpad: compute no padding where there is a 2-D mask; padded rows of the encoder's output are then 0. False
-            gives stock's rows.
+            gives stock's rows. torch.nn's encoders compute the padding of small fp32 batches on the CPU, which is
+            faster there; their rows are 0 as well.
         backend: of every op in the swapped modules, as in `use_backend`.
         strict: raise where a module cannot be swapped, instead of reporting it.
 
