@@ -6,6 +6,8 @@ import os
 import re
 from collections import defaultdict
 
+import pytest
+
 # Before anything imports Triton, whose own functions are interpreted or compiled from then on.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -61,3 +63,37 @@ def pytest_collection_modifyitems(config, items):
                 left_out.update(item for i, item in enumerate(same) if i != turn % len(same))
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture
+def fresh_dynamo():
+    """Nothing is compiled yet, and nothing stays compiled."""
+    import torch
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def packed_runs(monkeypatch):
+    """How many encoders ran packed, see `PackedRuns`."""
+    from helpers.swap import PackedRuns
+
+    return PackedRuns(monkeypatch)
+
+
+@pytest.fixture
+def fused_shapes(monkeypatch):
+    """Shapes of hidden states that fused layers of torch.nn see."""
+    from bertfast.swap import torch_nn
+
+    shapes = []
+    forward = torch_nn.layer_forward
+
+    def spied(layer, x, layout):
+        shapes.append(tuple(x.shape))
+        return forward(layer, x, layout)
+
+    monkeypatch.setattr(torch_nn, "layer_forward", spied)
+    return shapes

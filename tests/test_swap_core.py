@@ -17,18 +17,12 @@ from helpers.project import run_python
 from helpers.swap import (
     PATH,
     STOCK_HEADS,
-    PackedRuns,
     assert_bit_equal,
     run,
     stock_and_swapped,
     traces_of_swap,
     types_of,
 )
-
-
-@pytest.fixture
-def packed_runs(monkeypatch) -> PackedRuns:
-    return PackedRuns(monkeypatch)
 
 
 def test_the_report_names_every_module():

@@ -12,15 +12,10 @@ import transformers
 import bertfast
 from helpers.checkpoints import family_of, tiny_stock
 from helpers.models import NO_DROPOUT, PADDING, assert_close, assert_same, inputs_of, labels_of, mask_of
-from helpers.swap import STOCK_HEADS, PackedRuns, stock_and_swapped
+from helpers.swap import STOCK_HEADS, stock_and_swapped
 from helpers.tolerance import assert_models_within
 
 READS_FIRST_TOKEN = ("Model", "PreTraining", "NextSentencePrediction", "SequenceClassification", "MultipleChoice")
-
-
-@pytest.fixture
-def packed_runs(monkeypatch) -> PackedRuns:
-    return PackedRuns(monkeypatch)
 
 
 def reads_first_token(name: str) -> bool:

@@ -12,7 +12,7 @@ from torch import nn
 import bertfast
 from helpers.checkpoints import family_of, tiny_stock
 from helpers.models import NO_DROPOUT, assert_close, assert_same, gradients, inputs_of, labels_of
-from helpers.swap import PackedRuns, traces_of_swap, types_of
+from helpers.swap import traces_of_swap, types_of
 
 HEADS = ["BertForSequenceClassification", "RobertaForTokenClassification", "DistilBertForQuestionAnswering"]
 TARGETS = {
@@ -22,11 +22,6 @@ TARGETS = {
 }
 WHEN = pytest.mark.parametrize("when", ["before", "after"])
 NAME = pytest.mark.parametrize("name", HEADS)
-
-
-@pytest.fixture
-def packed_runs(monkeypatch) -> PackedRuns:
-    return PackedRuns(monkeypatch)
 
 
 def adapted(model: nn.Module, name: str, **fields: object) -> peft.PeftModel:

@@ -14,12 +14,7 @@ import bertfast
 from helpers.checkpoints import tiny_stock
 from helpers.models import NO_DROPOUT, assert_close, inputs_of, labels_of
 from helpers.project import run_python
-from helpers.swap import PATH, PackedRuns, assert_bit_equal, run, stock_and_swapped, traces_of_swap, types_of
-
-
-@pytest.fixture
-def packed_runs(monkeypatch) -> PackedRuns:
-    return PackedRuns(monkeypatch)
+from helpers.swap import PATH, assert_bit_equal, run, stock_and_swapped, traces_of_swap, types_of
 
 
 def copies_of(model: nn.Module) -> dict[str, nn.Module]:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from bertfast import BackendError, use_backend
-from bertfast.swap import torch_nn, torch_nn_masks, torch_nn_plain
+from bertfast.swap import torch_nn_masks, torch_nn_plain
 from helpers.models import assert_close
 from helpers.swap_torch_nn import (
     ACTIVATIONS,
@@ -32,20 +32,6 @@ from helpers.swap_torch_nn import (
 from helpers.tolerance import assert_within, eps_of
 
 
-@pytest.fixture
-def seen(monkeypatch):
-    """Shapes of hidden states that fused layers see."""
-    shapes = []
-    forward = torch_nn.layer_forward
-
-    def spied(layer, x, layout):
-        shapes.append(tuple(x.shape))
-        return forward(layer, x, layout)
-
-    monkeypatch.setattr(torch_nn, "layer_forward", spied)
-    return shapes
-
-
 @pytest.fixture(params=["packed", "padded"])
 def small(request, monkeypatch):
     """Whether batches count as small, whose padding is computed rather than removed."""
@@ -57,20 +43,20 @@ def small(request, monkeypatch):
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", [None, "right", "holes"])
-def test_layers_and_encoders_of_every_form(form, kind, backend, small, seen):
+def test_layers_and_encoders_of_every_form(form, kind, backend, small, fused_shapes):
     batch_first = FORMS[form].get("batch_first", True)
     mask = None if kind is None else padding(kind)
     for stock in (layer_of(**FORMS[form]), encoder_of(**FORMS[form])):
         model = swapped(stock, backend=backend)
         assert_stock(model, stock, source(batch_first), mask, batch_first=batch_first)
-    assert len(seen) == 6
+    assert len(fused_shapes) == 6
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("form", ["post", "pre, sequence first", "odd heads", "no bias"])
 @pytest.mark.parametrize("kind", ["right", "left", "holes"])
 @pytest.mark.parametrize("pairs", [None, "causal", "causal bool"])
-def test_padding_is_removed_once(form, kind, pairs, backend, seen):
+def test_padding_is_removed_once(form, kind, pairs, backend, fused_shapes):
     stock = encoder_of(**FORMS[form])
     batch_first = FORMS[form].get("batch_first", True)
     mask = padding(kind, "float" if pairs == "causal" else "bool")
@@ -78,7 +64,7 @@ def test_padding_is_removed_once(form, kind, pairs, backend, seen):
     model = swapped(stock, backend=backend)
     output = assert_stock(model, stock, source(batch_first), mask, batch_first=batch_first, mask=src_mask)
     tokens = int((~padding(kind)).sum())
-    assert seen == [(1, tokens, WIDTH)] * 4
+    assert fused_shapes == [(1, tokens, WIDTH)] * 4
     rows = padding(kind) if batch_first else padding(kind).t()
     assert torch.equal(output[rows], stock.norm(torch.zeros_like(output[rows])))
 
@@ -209,7 +195,7 @@ def test_empty_and_single(batch, length, train):
             assert_close(output, stock(x), "one token")
 
 
-def test_unpad_switched_off_gives_the_padded_rows_of_stock(seen):
+def test_unpad_switched_off_gives_the_padded_rows_of_stock(fused_shapes):
     stock = encoder_of()
     model = swapped(stock, unpad=False)
     mask = padding("holes")
@@ -217,17 +203,17 @@ def test_unpad_switched_off_gives_the_padded_rows_of_stock(seen):
         wanted = stock(source(), src_key_padding_mask=mask)
     for one in (model.train(), model.eval()):
         assert_close(one(source(), src_key_padding_mask=mask), wanted, "all rows")
-    assert set(seen) == {(BATCH, LENGTH, WIDTH)}
+    assert set(fused_shapes) == {(BATCH, LENGTH, WIDTH)}
 
 
-def test_small_batches_in_fp32_keep_their_padding_on_the_cpu(seen):
+def test_small_batches_in_fp32_keep_their_padding_on_the_cpu(fused_shapes):
     model = swapped(encoder_of().float())
 
     def shapes(model, x, mask):
-        del seen[:]
+        del fused_shapes[:]
         model(x, src_key_padding_mask=mask)
-        assert seen[0] == seen[1]
-        return seen[0]
+        assert fused_shapes[0] == fused_shapes[1]
+        return fused_shapes[0]
 
     small, mask = source(dtype=torch.float32), padding("right")
     tokens = (1, int((~mask).sum()), WIDTH)
@@ -353,7 +339,7 @@ def test_plain_functions_serve_the_cpu_unless_a_backend_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize("module", ["layer", "encoder"])
-def test_nested_input_stays_stock(module, seen):
+def test_nested_input_stays_stock(module, fused_shapes):
     stock = (layer_of if module == "layer" else encoder_of)().eval()
     model = swapped(stock)
     nested = torch.nested.nested_tensor([source()[0, :5], source()[1]])
@@ -362,14 +348,14 @@ def test_nested_input_stays_stock(module, seen):
     assert got.is_nested
     for mine, theirs in zip(got.unbind(), wanted.unbind(), strict=True):
         assert torch.equal(mine, theirs)
-    assert not seen
+    assert not fused_shapes
 
 
-def test_masks_of_two_kinds_warn_as_stock(seen):
+def test_masks_of_two_kinds_warn_as_stock(fused_shapes):
     stock = layer_of()
     with pytest.warns(UserWarning, match="mismatched"):
         got = swapped(stock)(source(), pair_mask("bias"), padding("right"))
-    assert not seen
+    assert not fused_shapes
     with pytest.warns(UserWarning, match="mismatched"):
         assert torch.equal(got, stock(source(), pair_mask("bias"), padding("right")))
 

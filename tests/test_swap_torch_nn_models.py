@@ -36,28 +36,6 @@ from helpers.swap_torch_nn import (
     swapped,
 )
 
-
-@pytest.fixture
-def seen(monkeypatch):
-    """Shapes of hidden states that fused layers see."""
-    shapes = []
-    forward = torch_nn.layer_forward
-
-    def spied(layer, x, layout):
-        shapes.append(tuple(x.shape))
-        return forward(layer, x, layout)
-
-    monkeypatch.setattr(torch_nn, "layer_forward", spied)
-    return shapes
-
-
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 PACKED, PADDED = (1, 12, WIDTH), (BATCH, LENGTH, WIDTH)
 
 
@@ -88,7 +66,7 @@ def test_the_report_names_what_was_swapped():
     assert not traces_of_swap(model)
 
 
-def test_decoders_are_left_with_a_reason(seen):
+def test_decoders_are_left_with_a_reason(fused_shapes):
     stock = nn.Transformer(WIDTH, 4, 1, 1, 32, dropout=0.0, batch_first=True).double()
     model = copy.deepcopy(stock)
     report = bertfast.accelerate(model)
@@ -100,7 +78,7 @@ def test_decoders_are_left_with_a_reason(seen):
     mask = padding("right")
     masks = {"src_key_padding_mask": mask, "memory_key_padding_mask": mask}
     got, wanted = (one(source(), source(seed=2), **masks) for one in (model, stock))
-    assert seen == [PACKED]
+    assert fused_shapes == [PACKED]
     assert_close(got, wanted, "output")
     got.square().sum().backward(), wanted.square().sum().backward()
     assert_same_gradients(model, stock)
@@ -142,7 +120,7 @@ UNUSUAL = {
 
 @pytest.mark.parametrize("name", UNUSUAL)
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_unusual_layers_run_as_stock(name, when, seen):
+def test_unusual_layers_run_as_stock(name, when, fused_shapes):
     change, reason = UNUSUAL[name]
     stock = encoder_of()
     model = copy.deepcopy(stock)
@@ -164,7 +142,7 @@ def test_unusual_layers_run_as_stock(name, when, seen):
         assert_close(got, wanted, name)
         got.square().sum().backward(), wanted.square().sum().backward()
         assert_same_gradients(model, stock)
-    assert seen == [PADDED] * 2
+    assert fused_shapes == [PADDED] * 2
 
 
 def randomise_new(stock, model):
@@ -173,7 +151,7 @@ def randomise_new(stock, model):
             ours.copy_(theirs)
 
 
-def test_custom_layers_keep_the_encoder_stock(seen):
+def test_custom_layers_keep_the_encoder_stock(fused_shapes):
     stock = encoder_of()
     stock.layers[1] = Sublayer(WIDTH, 4, 32, dropout=0.0, batch_first=True).double()
     model = copy.deepcopy(stock)
@@ -183,11 +161,11 @@ def test_custom_layers_keep_the_encoder_stock(seen):
     assert report.left["layers.1"][1] == "a subclass of torch.nn's TransformerEncoderLayer"
     for mask in (None, padding("right")):
         assert_close(model(source(), None, mask), stock(source(), None, mask), "output")
-    assert seen == [PADDED] * 2
+    assert fused_shapes == [PADDED] * 2
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_quantised_layers_stay_stock(seen):
+def test_quantised_layers_stay_stock(fused_shapes):
     stock = torch.ao.quantization.quantize_dynamic(encoder_of().float().eval(), {nn.Linear})
     model = copy.deepcopy(stock)
     report = bertfast.accelerate(model)
@@ -198,14 +176,14 @@ def test_quantised_layers_stay_stock(seen):
         assert torch.equal(model(x), stock(x))
     finally:
         torch.backends.mha.set_fastpath_enabled(True)
-    assert not seen
+    assert not fused_shapes
 
 
 HOOKED = ["layers.0", "layers.1.self_attn", "layers.0.linear1", "layers.1.norm2", "layers.0.activation"]
 
 
 @pytest.mark.parametrize("where", HOOKED)
-def test_hooks_see_what_they_see_in_stock(where, seen):
+def test_hooks_see_what_they_see_in_stock(where, fused_shapes):
     stock = encoder_of(nn.ReLU())
     model = swapped(stock)
     shapes = []
@@ -219,10 +197,10 @@ def test_hooks_see_what_they_see_in_stock(where, seen):
     assert len(shapes) == 2
     assert shapes[0] == shapes[1]
     inside = where != "layers.0"
-    assert seen == [PADDED] * (1 if inside else 2)
+    assert fused_shapes == [PADDED] * (1 if inside else 2)
 
 
-def test_hooks_on_the_encoder_and_around_it_do_not_keep_padding(seen):
+def test_hooks_on_the_encoder_and_around_it_do_not_keep_padding(fused_shapes):
     model = Classifier()
     bertfast.accelerate(model)
     calls = []
@@ -231,11 +209,11 @@ def test_hooks_on_the_encoder_and_around_it_do_not_keep_padding(seen):
     model.head.register_forward_hook(lambda *_: calls.append("head"))
     model(source(), padding("right"))
     assert calls == [PADDED, "encoder", "head"]
-    assert seen == [PACKED] * 2
+    assert fused_shapes == [PACKED] * 2
 
 
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward"])
-def test_global_hooks_run_on_every_child(kind, seen):
+def test_global_hooks_run_on_every_child(kind, fused_shapes):
     model = swapped(encoder_of())
     called = set()
     handle = getattr(global_hooks, f"register_module_{kind}_hook")(lambda module, *_: called.add(module))
@@ -244,11 +222,11 @@ def test_global_hooks_run_on_every_child(kind, seen):
     finally:
         handle.remove()
     assert {model.layers[0].linear1, model.layers[1].norm2, model.layers[0].self_attn} <= called
-    assert not seen
+    assert not fused_shapes
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
-def test_copies_stay_swapped(way, seen):
+def test_copies_stay_swapped(way, fused_shapes):
     model = swapped(Classifier(), unpad=True)
     if way == "deepcopy":
         other = copy.deepcopy(model)
@@ -262,7 +240,7 @@ def test_copies_stay_swapped(way, seen):
     assert types_of(other) == types_of(model)
     wanted = model(source(), padding("right"))
     assert torch.equal(other(source(), padding("right")), wanted)
-    assert seen == [PACKED] * 4
+    assert fused_shapes == [PACKED] * 4
     bertfast.restore(other)
     assert not traces_of_swap(other)
     assert traces_of_swap(model)
@@ -306,7 +284,7 @@ def test_swapping_one_model_leaves_the_other():
     assert type(other) is torch_nn.TransformerEncoder
 
 
-def test_an_optimizer_made_before_trains_the_swapped_model(seen):
+def test_an_optimizer_made_before_trains_the_swapped_model(fused_shapes):
     stock = Classifier(norm_first=True)
     model = copy.deepcopy(stock)
     optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, stock)]
@@ -318,7 +296,7 @@ def test_an_optimizer_made_before_trains_the_swapped_model(seen):
             optimizer.step()
     for (name, ours), theirs in zip(model.named_parameters(), stock.parameters(), strict=True):
         assert_close(ours, theirs, name)
-    assert seen
+    assert fused_shapes
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
@@ -417,7 +395,7 @@ def test_autocast_gives_the_dtype_of_stock(norm_first, packed):
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
 
 
-def test_inference_mode(seen):
+def test_inference_mode(fused_shapes):
     stock = encoder_of().eval()
     model = swapped(stock)
     for mask in (None, padding("right")):
@@ -425,7 +403,7 @@ def test_inference_mode(seen):
             got = model(source(), src_key_padding_mask=mask)
             assert got.is_inference()
         assert_close(kept(got, mask), kept(stock(source(), src_key_padding_mask=mask), mask), "output")
-    assert seen == [PADDED, PADDED, PACKED, PACKED]
+    assert fused_shapes == [PADDED, PADDED, PACKED, PACKED]
 
 
 def test_functional_calls_and_gradients_of_each_sample():
@@ -457,7 +435,7 @@ def test_vmap_without_gradients():
     assert_close(got.flatten(0, 1), stock(inputs.flatten(0, 1)), "output")
 
 
-def test_checkpointing_gives_the_same_gradients(seen):
+def test_checkpointing_gives_the_same_gradients(fused_shapes):
     stock = encoder_of(dropout=0.0)
     model = swapped(stock)
     x = source().requires_grad_()
@@ -467,7 +445,7 @@ def test_checkpointing_gives_the_same_gradients(seen):
         run(model, x, None, padding("right"), use_reentrant=use_reentrant)[:, 0].square().sum().backward()
         stock(x, None, padding("right"))[:, 0].square().sum().backward()
         assert_same_gradients(model, stock)
-    assert set(seen) == {PACKED}
+    assert set(fused_shapes) == {PACKED}
 
 
 @pytest.fixture
@@ -478,7 +456,7 @@ def process_group(tmp_path):
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fully_shard", "swapped behind fully_shard"])
-def test_distributed_wrappers(wrapper, process_group, seen):
+def test_distributed_wrappers(wrapper, process_group, fused_shapes):
     stock = encoder_of()
     model = copy.deepcopy(stock)
     if wrapper != "swapped behind fully_shard":
@@ -500,4 +478,4 @@ def test_distributed_wrappers(wrapper, process_group, seen):
     for (name, ours), theirs in zip(model.named_parameters(), stock.parameters(), strict=True):
         gradient = ours.grad if wrapper == "ddp" else ours.grad.full_tensor()
         assert_close(gradient, theirs.grad, name)
-    assert seen == {"ddp": [PACKED] * 2, "fully_shard": [PADDED] * 2}.get(wrapper, [])
+    assert fused_shapes == {"ddp": [PACKED] * 2, "fully_shard": [PADDED] * 2}.get(wrapper, [])

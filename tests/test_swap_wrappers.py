@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import bertfast
 from helpers.distributed import assert_trains_alike, layers_of, process_group, run, sharded, stock_model
 from helpers.models import assert_close, assert_same, inputs_of, labels_of
-from helpers.swap import PackedRuns, stock_and_swapped, traces_of_swap, types_of
+from helpers.swap import stock_and_swapped, traces_of_swap, types_of
 
 NAMES = ["BertForTokenClassification", "DistilBertForTokenClassification"]
 WHEN = pytest.mark.parametrize("when", ["before", "after"])
@@ -25,11 +25,6 @@ WHEN = pytest.mark.parametrize("when", ["before", "after"])
 def group(tmp_path):
     with process_group(tmp_path / "store"):
         yield
-
-
-@pytest.fixture
-def packed_runs(monkeypatch) -> PackedRuns:
-    return PackedRuns(monkeypatch)
 
 
 def wrapped_pair(wrap, when: str, name: str) -> tuple[nn.Module, nn.Module]:
