@@ -14,11 +14,7 @@ BASES = ["BertModel", "RobertaModel", "DistilBertModel"]
 HEADS = ["BertForMaskedLM", "RobertaForSequenceClassification", "DistilBertForQuestionAnswering"]
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def shallow(name, **fields):

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 import bertfast
 from helpers.checkpoints import family_of, tiny_stock
 from helpers.models import NO_DROPOUT, assert_close, assert_same, assert_same_gradients, inputs_of, labels_of, mask_of
-from helpers.swap import PackedRuns, run, stock_and_swapped, traces_of_swap
+from helpers.swap import run, stock_and_swapped, traces_of_swap
 
 NAMES = ["BertModel", "DistilBertModel"]
 # Reading the parameters of these would pass by what is attached to them; calls of others are as good as stock's.
@@ -57,11 +57,6 @@ OUTSIDE = {
 }
 EVERYWHERE = [(name, path) for name in NAMES for path in INSIDE[name]]
 KINDS = ["forward", "forward pre", "full backward", "full backward pre"]
-
-
-@pytest.fixture
-def packed_runs(monkeypatch) -> PackedRuns:
-    return PackedRuns(monkeypatch)
 
 
 def attach(module: nn.Module, kind: str, calls: list[torch.Size | None]) -> torch.utils.hooks.RemovableHandle:
