@@ -32,9 +32,10 @@ def self_attention(
     query: nn.Module,
     key: nn.Module,
     value: nn.Module,
-    num_heads: int,
+    head_dim: int,
     *,
     dropout_p: float = 0.0,
+    scale: float | None = None,
     attn_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
@@ -44,29 +45,31 @@ def self_attention(
 
     Args:
         hidden_states: (B, S, N), or packed (1, T, N) with `cu_seqlens` (sequences + 1,) and `max_seqlen`.
+        head_dim: width of a head; the projections have as many heads as fit in their width.
+        scale: of the scores, 1/sqrt(head_dim) by default.
         attn_mask: as in `ops.attention`; padded input only.
         need_weights: also return the probabilities (B, H, S, S) behind dropout, computed unfused; padded input only.
 
     Returns:
-        The context, in the shape of `hidden_states`, and the probabilities or None.
+        The context, (B, S, width of the projections) or (1, T, the same), and the probabilities or None.
 
     Raises:
         ValueError: packed input with a mask or with `need_weights`, or as `ops.attention`.
     """
-    by_head = (*hidden_states.shape[:-1], num_heads, hidden_states.shape[-1] // num_heads)
-    q, k, v = (t.view(by_head) for t in qkv_projection(hidden_states, query, key, value))
+    projected = qkv_projection(hidden_states, query, key, value)
+    q, k, v = (t.view(*t.shape[:-1], t.shape[-1] // head_dim, head_dim) for t in projected)
     if cu_seqlens is not None:
         if attn_mask is not None or need_weights:
             raise ValueError("packed hidden_states take neither attn_mask nor need_weights")
         context = ops.varlen_attention(
-            q[0], k[0], v[0], cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p=dropout_p
+            q[0], k[0], v[0], cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p=dropout_p, scale=scale
         )
         return context.flatten(-2).unsqueeze(0), None
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if need_weights:
-        context, weights = attention_with_weights(q, k, v, attn_mask, dropout_p)
+        context, weights = attention_with_weights(q, k, v, attn_mask, dropout_p, scale=scale)
         return context.transpose(1, 2).flatten(-2), weights
-    context = ops.attention(q, k, v, attn_mask, dropout_p=dropout_p)
+    context = ops.attention(q, k, v, attn_mask, dropout_p=dropout_p, scale=scale)
     return context.transpose(1, 2).flatten(-2), None
 
 
@@ -127,7 +130,7 @@ class FusedSelfAttention(nn.Module):
             self.query,
             self.key,
             self.value,
-            self.num_heads,
+            hidden_states.shape[-1] // self.num_heads,
             dropout_p=self.dropout if self.training else 0.0,
             attn_mask=attn_mask,
             cu_seqlens=cu_seqlens,

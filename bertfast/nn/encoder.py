@@ -89,7 +89,7 @@ class BertEncoderLayer(nn.Module):
             query,
             key,
             value,
-            self.num_heads,
+            hidden_states.shape[-1] // self.num_heads,
             dropout_p=self.attention_dropout if self.training else 0.0,
             attn_mask=attn_mask,
             cu_seqlens=cu_seqlens,

@@ -82,9 +82,11 @@ class Parts(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What decides whether a layer can be fused beside its modules."""
+    """What a layer computes by, and what decides whether it can be fused, beside its modules."""
 
-    num_heads: int
+    head_dim: int
+    scale: float
+    drops_attention: bool
     attention: str
     chunk_size: int
     causal: bool
@@ -168,16 +170,22 @@ class FusedLayer(SwappedForward):
         if bertfast_packed is not None:
             return self._run(hidden_states, None, *bertfast_packed)
         mask = attention_mask
-        stock = mask is not None and not (mask.dim() == 4 and (mask.dtype == torch.bool or mask.is_floating_point()))
-        stock = stock or unknown_arguments(args, kwargs)
-        if not stock and self.obstacle(self, self._kinds) is None:
+        if (
+            (mask is None or _is_over_pairs(mask))
+            and not unknown_arguments(args, kwargs)
+            and self.obstacle(self, self._kinds) is None
+        ):
             return self._run(hidden_states, mask, None, None)
         return self.stock_forward(hidden_states, self._stock_mask(mask, hidden_states), *args, **kwargs)
 
     def _stock_mask(self, mask: Tensor | None, hidden_states: Tensor) -> Tensor | None:
         """Stock's eager attention adds its mask, and a bool one comes from our hook on the model."""
         config = getattr(getattr(self.attention, "self", self.attention), "config", None)
-        if mask is None or mask.dtype != torch.bool or getattr(config, "_attn_implementation", None) != "eager":
+        if (
+            not isinstance(mask, Tensor)
+            or mask.dtype != torch.bool
+            or getattr(config, "_attn_implementation", None) != "eager"
+        ):
             return mask
         lowest = torch.finfo(hidden_states.dtype).min
         return torch.zeros_like(mask, dtype=hidden_states.dtype).masked_fill(~mask, lowest)
@@ -185,14 +193,15 @@ class FusedLayer(SwappedForward):
     def _run(
         self, hidden_states: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
     ) -> Tensor:
-        parts = self.parts(self)
+        parts, settings = self.parts(self), self.settings(self)
         context, _ = self_attention(
             hidden_states,
             parts.query,
             parts.key,
             parts.value,
-            self.settings(self).num_heads,
-            dropout_p=dropout_of(parts.attention_dropout),
+            settings.head_dim,
+            dropout_p=parts.attention_dropout.p if settings.drops_attention else 0.0,
+            scale=settings.scale,
             attn_mask=mask,
             cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
@@ -242,9 +251,7 @@ class BertLayerForward(FusedLayer):
     def settings(layer: nn.Module) -> Settings:
         core = layer._modules["attention"]._modules["self"]
         causal = layer.is_decoder or layer.add_cross_attention or core.is_causal
-        return Settings(
-            core.num_attention_heads, core.config._attn_implementation, layer.chunk_size_feed_forward, causal
-        )
+        return _settings(core, layer.chunk_size_feed_forward, causal)
 
 
 class DistilBertLayerForward(FusedLayer):
@@ -277,7 +284,20 @@ class DistilBertLayerForward(FusedLayer):
     @staticmethod
     def settings(layer: nn.Module) -> Settings:
         core, ffn = layer._modules["attention"], layer._modules["ffn"]
-        return Settings(core.n_heads, core.config._attn_implementation, ffn.chunk_size_feed_forward, core.is_causal)
+        return _settings(core, ffn.chunk_size_feed_forward, core.is_causal)
+
+
+def _is_over_pairs(mask: object) -> bool:
+    # That of flex attention is no tensor.
+    if not isinstance(mask, Tensor) or mask.dim() != 4:
+        return False
+    return mask.dtype == torch.bool or mask.is_floating_point()
+
+
+def _settings(core: nn.Module, chunk_size: int, causal: bool) -> Settings:
+    # Stock never calls the dropout inside: it applies its probability while the attention around it trains.
+    attention = core.config._attn_implementation
+    return Settings(core.attention_head_size, core.scaling, core.training, attention, chunk_size, causal)
 
 
 def _add_norm(x: Tensor, residual: Tensor, norm: nn.LayerNorm, dropout: nn.Dropout | None) -> Tensor:
