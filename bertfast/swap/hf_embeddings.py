@@ -27,6 +27,7 @@ class FusedEmbeddings(SwappedForward):
         return (
             not has_global_hooks()
             and all(table is None or _is_plain_table(table) for table in tables)
+            and (tables[2] is None or tables[2].padding_idx is None)
             and is_readable_norm(children["LayerNorm"])
             and may_skip_call(children["dropout"], DROPOUT)
         )
@@ -35,7 +36,7 @@ class FusedEmbeddings(SwappedForward):
         self,
         input_ids: Tensor | None,
         token_type_ids: Tensor | None,
-        position_ids: Tensor,
+        position_ids: Tensor | None,
         inputs_embeds: Tensor | None,
     ) -> Tensor:
         children = self._modules
@@ -74,6 +75,8 @@ class BertEmbeddingsForward(FusedEmbeddings):
             return self.stock_forward(input_ids, token_type_ids, position_ids, inputs_embeds, *past, **kwargs)
         if position_ids is None:
             position_ids = self.default_positions(input_ids, inputs_embeds)
+        if token_type_ids is None and "token_type_ids" in self._buffers:
+            token_type_ids = self.token_type_ids.expand(position_ids.shape[0], -1).gather(1, position_ids)
         return self._run(input_ids, token_type_ids, position_ids, None if input_ids is not None else inputs_embeds)
 
     def default_positions(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
@@ -100,7 +103,8 @@ class DistilBertEmbeddingsForward(FusedEmbeddings):
         if not self.can_fuse():
             return self.stock_forward(input_ids, inputs_embeds, position_ids)
         if position_ids is None:
-            position_ids = self.position_ids[:, : (inputs_embeds if input_ids is None else input_ids).shape[1]]
+            length = (inputs_embeds if input_ids is None else input_ids).shape[1]
+            position_ids = self.position_ids[:, :length] if "position_ids" in self._buffers else None
         return self._run(input_ids, None, position_ids, None if input_ids is not None else inputs_embeds)
 
 
