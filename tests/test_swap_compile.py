@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import bertfast
 from helpers.models import assert_close, assert_same_gradients, inputs_of, labels_of, mask_of
@@ -155,6 +157,27 @@ def test_traces():
         traced = torch.jit.trace(swapped, tuple(given.values()), check_trace=False)
         for inputs in (given, other):
             assert_close(traced(*inputs.values())[0], swapped(**inputs)[0], "last_hidden_state")
+
+
+@pytest.mark.parametrize("name", [*BASES, *HEADS])
+def test_fake_tensors(name):
+    stock, swapped = shallow(name)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        inputs = {key: mode.from_tensor(tensor) for key, tensor in inputs_of(name, "right").items()}
+        assert [t.shape for t in swapped(**inputs).values()] == [t.shape for t in stock(**inputs).values()]
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_traces_of_make_fx(name):
+    _, swapped = shallow(name)
+    given, other = batch(3, 7), batch(3, 7)
+    other["attention_mask"] = other["attention_mask"].flip(0)
+    with torch.no_grad():
+        traced = make_fx(lambda ids, mask: swapped(ids, mask)[0], tracing_mode="fake", _allow_non_fake_inputs=True)(
+            *given.values()
+        )
+        for inputs in (given, other):
+            assert_close(traced(*inputs.values()), swapped(**inputs)[0], "last_hidden_state")
 
 
 @pytest.mark.parametrize("name", ["BertForPreTraining", "RobertaForMaskedLM", "DistilBertModel"])

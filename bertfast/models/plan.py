@@ -67,8 +67,9 @@ def plan_rows(
     wanted = []
     if use.first_token:
         wanted.append((~real[:, :1]).any())
-    if use.labels is not None:
-        labels = use.labels.to(real.device).view(real.shape)
+    # The loss says what is wrong with labels of another size.
+    if use.labels is not None and use.labels.numel() == real.numel():
+        labels = use.labels.to(real.device).reshape(real.shape)
         wanted.append(((labels != IGNORED_LABEL) & ~real).any())
     if is_traced(real) or not can_pack():
         return padded._replace(rows=torch.stack([real, *(w.expand_as(real) for w in wanted)]).any(0))
@@ -79,7 +80,10 @@ def plan_rows(
 
 
 def is_traced(real: Tensor) -> bool:
-    """Whether lengths cannot be read: traces, `torch.func` and a CUDA graph's capture must not depend on values."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or real.is_meta or is_transformed():
+    """Whether lengths cannot be read: traces, `torch.func` and a CUDA graph's capture must not depend on values, and
+    fake tensors, as other subclasses may, have none."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed():
+        return True
+    if real.is_meta or type(real) is not Tensor:
         return True
     return real.is_cuda and torch.cuda.is_current_stream_capturing()
