@@ -14,14 +14,9 @@ from torch import nn
 import bertfast
 from helpers.checkpoints import family_of, tiny_stock
 from helpers.models import NO_DROPOUT, assert_close, assert_same, inputs_of, labels_of, mask_of
-from helpers.swap import PackedRuns, stock_and_swapped
+from helpers.swap import stock_and_swapped
 
 BASES = ["BertModel", "RobertaModel", "DistilBertModel"]
-
-
-@pytest.fixture
-def packed_runs(monkeypatch) -> PackedRuns:
-    return PackedRuns(monkeypatch)
 
 
 def attentions(model: nn.Module) -> list[nn.Module]:

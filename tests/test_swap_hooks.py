@@ -157,6 +157,22 @@ def test_a_hook_on_the_model_that_comes_later_does_so_too(packed_runs):
     assert packed_runs.since() == 0
 
 
+@pytest.mark.parametrize("place", ["keyword", "positional"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_hook_behind_the_model_sees_its_mask(name, place, packed_runs):
+    def mean(module, args, kwargs, output):
+        mask = args[1] if len(args) > 1 else kwargs["attention_mask"]
+        return (output.last_hidden_state * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+
+    stock, swapped = stock_and_swapped(name)
+    inputs = inputs_of(name, "right", types=False)
+    for model in (stock, swapped):
+        model.register_forward_hook(mean, with_kwargs=True)
+    got, wanted = (m(**inputs) if place == "keyword" else m(*inputs.values()) for m in (swapped, stock))
+    assert_close(got, wanted, "means")
+    assert packed_runs.since() == 1
+
+
 def test_hooks_on_all_modules(packed_runs):
     stock, swapped = stock_and_swapped("BertModel")
     seen: list[str] = []

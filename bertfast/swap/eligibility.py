@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from types import MethodType
 
@@ -26,6 +27,15 @@ def has_own_forward(module: nn.Module) -> bool:
         return False
     bound_here = isinstance(forward, MethodType) and forward.__self__ is module
     return not (bound_here and forward.__func__ is type(module).forward)
+
+
+def ends_in_class(module: nn.Module) -> bool:
+    """Whether a `forward` on the instance, if there is one, only wraps its class's, as autocast and offloading do."""
+    forward = module.__dict__.get("forward")
+    if forward is None:
+        return True
+    inner = inspect.unwrap(forward)
+    return getattr(inner, "__func__", inner) is inspect.unwrap(type(module).forward)
 
 
 def has_user_hooks(module: nn.Module) -> bool:

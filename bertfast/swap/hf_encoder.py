@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bertfast.models.plan import REAL_ROWS, RowUse, plan_rows
 from bertfast.swap.core import SwapHook, SwappedForward
-from bertfast.swap.eligibility import any_user_hooks, has_own_forward
+from bertfast.swap.eligibility import any_user_hooks, ends_in_class, has_own_forward
 from bertfast.swap.hf_layers import ATTENTIONS, FusedLayer, Packed, unknown_arguments
 
 PADDING = "bertfast_padding"
@@ -83,18 +83,23 @@ class BaseModelHook(SwapHook):
         kwargs = dict(kwargs)
         use = kwargs.pop(USE, module.__dict__.get(USE_OF_HEAD, REAL_ROWS))
         given = dict(zip(self.arguments, args, strict=False), **kwargs)
-        if len(args) > len(self.arguments) or not self.is_last(module) or not self._is_for_us(module, given):
+        known = len(args) <= len(self.arguments) and self.is_last(module) and ends_in_class(module)
+        if not known or not self._is_for_us(module, given):
             return args, kwargs
         mask = given["attention_mask"]
         asked = any(given.get(name) or getattr(module.config, name, False) for name in CAPTURED)
+        pooler = module._modules.get("pooler")
+        # A pooler of stock reads the first token; a user's own may read anything.
+        own_pooler = pooler is not None and type(pooler).__module__ != type(module).__module__
         use = use._replace(
-            padded_rows=use.padded_rows or asked or not self.options.unpad,
-            first_token=use.first_token or module._modules.get("pooler") is not None,
+            padded_rows=use.padded_rows or asked or own_pooler or not self.options.unpad,
+            first_token=use.first_token or pooler is not None,
         )
         kwargs[PADDING] = Padding(mask, use)
         # Dynamo compiles the hook of a whole model apart from its forward; without operations that is no graph. The
-        # mask over pairs that transformers makes then is used by nobody, and goes.
-        if not torch.compiler.is_dynamo_compiling():
+        # mask over pairs that transformers makes then is used by nobody, and goes. Hooks behind the forward see what it
+        # was given.
+        if not torch.compiler.is_dynamo_compiling() and not module._forward_hooks:
             view = (mask if mask.dtype == torch.bool else mask != 0)[:, None, None, :]
             if len(args) > 1:
                 args = (args[0], view, *args[2:])

@@ -10,8 +10,8 @@ from bertfast import ops
 from bertfast.activations import Activation
 from bertfast.models.plan import RowUse
 from bertfast.nn.feed_forward import dense_activation
-from bertfast.swap.core import SwapHook, SwappedForward
-from bertfast.swap.eligibility import has_global_hooks, is_readable_norm
+from bertfast.swap.core import SwapHook, SwappedForward, our_hooks
+from bertfast.swap.eligibility import ends_in_class, has_global_hooks, is_readable_norm
 from bertfast.swap.hf_encoder import USE, USE_OF_HEAD
 from bertfast.swap.hf_layers import activation_of
 
@@ -29,6 +29,10 @@ class HeadHook(SwapHook):
         module.base_model.__dict__[USE_OF_HEAD] = cls.use
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        # Neither a forward nor a base model of the user's own may be given an argument that it does not know.
+        base = module._modules.get(module.base_model_prefix)
+        if base is None or not our_hooks(base) or not ends_in_class(module):
+            return args, kwargs
         use = self.use_of(args, kwargs) if self.is_last(module) else RowUse(padded_rows=True)
         return args, {**kwargs, USE: use}
 
