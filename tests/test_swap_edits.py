@@ -14,7 +14,7 @@ from torch import nn
 import bertfast
 from helpers.checkpoints import family_of, tiny_stock
 from helpers.models import NO_DROPOUT, assert_close, assert_same, inputs_of, labels_of, mask_of
-from helpers.swap import stock_and_swapped
+from helpers.swap import stock_and_swapped, traces_of_swap
 
 BASES = ["BertModel", "RobertaModel", "DistilBertModel"]
 
@@ -217,6 +217,8 @@ def test_a_base_model_of_ones_own_under_a_head(name, when):
     if when == "before":
         assert "bert" in bertfast.accelerate(swapped).left
     assert_same(swapped, stock, inputs_of(name, "right"))
+    bertfast.restore(swapped)
+    assert not traces_of_swap(swapped)
     stock, swapped = stock_and_swapped(name)
     stock.bert, swapped.bert = Around(stock.bert), Around(swapped.bert)
     assert_close(swapped(**inputs_of(name, "right"))[0], stock(**inputs_of(name, "right"))[0], "logits")

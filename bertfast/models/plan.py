@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from bertfast.backends import is_transformed
 from bertfast.packing import Packing, check_mask, mask_sizes
@@ -81,9 +82,9 @@ def plan_rows(
 
 def is_traced(real: Tensor) -> bool:
     """Whether lengths cannot be read: traces, `torch.func` and a CUDA graph's capture must not depend on values, and
-    fake tensors, as other subclasses may, have none."""
+    fake tensors have none."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed():
         return True
-    if real.is_meta or type(real) is not Tensor:
+    if real.is_meta or isinstance(real, FakeTensor):
         return True
     return real.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -9,6 +9,7 @@ import os
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from bertfast.backends import is_transformed
 
@@ -73,9 +74,9 @@ def values_are_checked(tensor: Tensor) -> bool:
     """Whether checks of values (ids in range, cu_seqlens ascending) run on `tensor`.
 
     On the CPU they always do. On a GPU they would cost a transfer that stalls the stream, so they need
-    `BERTFAST_VALIDATE=1`. A trace has no values to look at, nor have `torch.func` and fake tensors, a subclass.
+    `BERTFAST_VALIDATE=1`. A trace has no values to look at, nor have `torch.func` and fake tensors.
     """
-    if torch.compiler.is_compiling() or tensor.is_meta or type(tensor) is not Tensor or is_transformed():
+    if torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor) or is_transformed():
         return False
     return tensor.device.type == "cpu" or os.environ.get("BERTFAST_VALIDATE") == "1"
 

@@ -228,7 +228,6 @@ def restore(model: nn.Module) -> SwapReport:
         stock = stock_of(module)
         if stock is not None and not has_own_forward(module):
             change_class(module, stock)
-            _forget(module)
             report.swapped[name] = (kind.__name__, f"{stock.__module__}.{stock.__qualname__}")
         elif hasattr(kind, STOCK):
             what = "class" if stock is None else "forward"
@@ -238,8 +237,9 @@ def restore(model: nn.Module) -> SwapReport:
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
         if hooks:
-            _forget(module)
             report.swapped[name] = (kind.__name__, "hook removed")
+        if name not in report.left:
+            _forget(module)
     return report
 
 
