@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.nn.modules import module as _module
+
+_PLAIN = (nn.Parameter, Tensor, FakeTensor)
+
+
+def is_plain_tensor(weight: Tensor | None) -> bool:
+    """Whether a weight is a tensor as any other: replicas and functional calls have no parameters, an export has fake
+    ones, and weights that are quantised or sharded are of other classes (torchao, DTensor)."""
+    return type(weight) in _PLAIN
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -17,11 +26,11 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether `module` is exactly a `kind` with an ordinary weight and nothing attached to its call.
 
     False for subclasses (quantised, LoRA), parametrised modules (their class is made on the fly), hooks, a `forward`
-    put on the instance (offloading) and weights that are tensor subclasses (DTensor, torchao).
+    put on the instance (offloading) and weights that are no plain tensors.
     """
     return (
         type(module) is kind
-        and type(module.weight) is nn.Parameter
+        and is_plain_tensor(module.weight)
         and not has_hooks(module)
         and "forward" not in module.__dict__
         and not _module._has_any_global_hook()

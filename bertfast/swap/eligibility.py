@@ -9,10 +9,10 @@ import inspect
 import sys
 from types import MethodType
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules import module as _module
 
-from bertfast.nn.plain import has_hooks
+from bertfast.nn.plain import has_hooks, is_plain_tensor
 
 # transformers puts hooks on layers for outputs that were once asked for and never takes them off. They do nothing
 # unless outputs are asked for again.
@@ -74,11 +74,11 @@ def may_skip_call(module: nn.Module, kinds: frozenset[type[nn.Module]]) -> bool:
 
 def is_readable_norm(module: nn.Module) -> bool:
     """Whether `module` is exactly a LayerNorm over the last dimension whose weight and bias may be read instead of
-    calling it. Replicas and functional calls put plain tensors in the place of parameters, which is as good."""
+    calling it."""
     return (
         type(module) is nn.LayerNorm
-        and type(module.weight) in (nn.Parameter, Tensor)
-        and type(module.bias) in (nn.Parameter, Tensor)
+        and is_plain_tensor(module.weight)
+        and is_plain_tensor(module.bias)
         and len(module.normalized_shape) == 1
         and "forward" not in module.__dict__
         and not has_user_hooks(module)

@@ -14,11 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as _module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from bertfast import ops
 from bertfast.activations import Activation
-from bertfast.nn.plain import any_hooks, has_hooks
+from bertfast.nn.plain import any_hooks, has_hooks, is_plain_tensor
 from bertfast.swap import torch_nn_plain
 from bertfast.swap.torch_nn_native import call_native
 
@@ -78,7 +77,7 @@ def reason_not_fused(layer: nn.TransformerEncoderLayer) -> str | None:
         if reason is not None:
             return reason
     for name in _WEIGHTED:
-        if not _is_plain(children[name].weight):
+        if not is_plain_tensor(children[name].weight):
             return f"{name}.weight is no plain tensor"
     for name in ("norm1", "norm2"):
         if len(children[name].normalized_shape) != 1:
@@ -90,14 +89,6 @@ def reason_not_fused(layer: nn.TransformerEncoderLayer) -> str | None:
         if "forward" in activation.__dict__:
             return "activation has a forward of its own"
     return _attention_reason(children["self_attn"])
-
-
-def _is_plain(weight: Tensor | None) -> bool:
-    """Whether a weight is a tensor as any other: replicas and functional calls have no Parameters, an export has fake
-    ones, and quantised or sharded weights are of other classes."""
-    if type(weight) in (nn.Parameter, Tensor):
-        return True
-    return weight is not None and torch.compiler.is_compiling() and not is_traceable_wrapper_subclass(weight)
 
 
 def _child_reason(name: str, child: nn.Module | None, kind: type[nn.Module]) -> str | None:
@@ -117,11 +108,11 @@ def _attention_reason(attention: nn.MultiheadAttention) -> str | None:
         return "self_attn has bias_k and bias_v"
     if attention.add_zero_attn:
         return "self_attn has add_zero_attn"
-    if not _is_plain(attention.in_proj_weight):
+    if not is_plain_tensor(attention.in_proj_weight):
         return "self_attn.in_proj_weight is no plain tensor"
     out = attention._modules.get("out_proj")
     reason = _child_reason("self_attn.out_proj", out, NonDynamicallyQuantizableLinear)
-    if reason is None and not _is_plain(out.weight):
+    if reason is None and not is_plain_tensor(out.weight):
         return "self_attn.out_proj.weight is no plain tensor"
     return reason
 
