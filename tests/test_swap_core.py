@@ -12,7 +12,7 @@ from torch import nn
 import bertfast
 from bertfast.swap import core
 from helpers.checkpoints import tiny_stock
-from helpers.models import NO_DROPOUT, assert_same, inputs_of, mask_of
+from helpers.models import NO_DROPOUT, assert_close, assert_same, inputs_of, labels_of, mask_of
 from helpers.project import run_python
 from helpers.swap import (
     PATH,
@@ -175,6 +175,14 @@ def test_a_part_can_be_swapped_and_restored():
     report = bertfast.restore(model.bert)
     assert set(report.swapped) == {"", "embeddings", "encoder", "encoder.layer.0", "encoder.layer.1"}
     assert not traces_of_swap(model)
+
+
+def test_a_base_model_swapped_again_gives_its_head_what_it_uses():
+    stock, model = stock_and_swapped("BertForQuestionAnswering")
+    bertfast.restore(model.bert)
+    bertfast.accelerate(model)
+    inputs = {**inputs_of("BertModel", "right"), **labels_of("BertForQuestionAnswering")}
+    assert_close(model.forward(**inputs).loss, stock.forward(**inputs).loss, "loss past the hooks")
 
 
 def test_modules_of_ones_own_around_it():

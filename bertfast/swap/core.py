@@ -266,3 +266,4 @@ def _set_options(module: nn.Module, options: Options) -> None:
     for key in our_hooks(module):
         hook = module._forward_pre_hooks[key]
         module._forward_pre_hooks[key] = type(hook)(options)
+        hook.prepare(module)
