@@ -248,14 +248,30 @@ def test_checkpointing_drops_the_same_elements():
         assert_close(one, other, "gradient")
 
 
-def test_dropout_of_each_place_is_applied():
-    inputs = inputs_of("BertModel", "right")
-    for field in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
-        _, swapped = stock_and_swapped("BertModel", **{field: 0.5})
-        swapped.train()
-        assert not torch.equal(swapped(**inputs)[0], swapped(**inputs)[0])
-        swapped.eval()
-        assert torch.equal(swapped(**inputs)[0], swapped(**inputs)[0])
+@pytest.mark.parametrize(
+    "name, place",
+    [
+        ("BertModel", "embeddings.dropout"),
+        ("BertModel", "encoder.layer.0.attention.self"),
+        ("BertModel", "encoder.layer.0.attention.output.dropout"),
+        ("BertModel", "encoder.layer.0.output.dropout"),
+        ("DistilBertModel", "embeddings.dropout"),
+        ("DistilBertModel", "transformer.layer.0.attention"),
+        ("DistilBertModel", "transformer.layer.0.ffn.dropout"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["right", "full"])
+def test_each_dropout_drops_what_stock_drops(name, place, kind):
+    """All of it: then it is known what is left."""
+    stock, swapped = stock_and_swapped(name)
+    plain = swapped(**inputs_of(name, kind))[0]
+    for model in (stock, swapped):
+        module = model.get_submodule(place)
+        dropout = module if isinstance(module, torch.nn.Dropout) else module.dropout
+        dropout.p = 1.0
+        module.train()
+    got = assert_same(swapped, stock, inputs_of(name, kind), rows=mask_of(kind))
+    assert not torch.allclose(got["last_hidden_state"], plain)
 
 
 def test_resized_embeddings():
