@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.modules import module as _module
@@ -13,6 +15,11 @@ def is_plain_tensor(weight: Tensor | None) -> bool:
     """Whether a weight is a tensor as any other: replicas and functional calls have no parameters, an export has fake
     ones, and weights that are quantised or sharded are of other classes (torchao, DTensor)."""
     return type(weight) in _PLAIN
+
+
+def has_global_hooks() -> bool:
+    """Whether there are hooks on all modules."""
+    return _module._has_any_global_hook()
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -33,13 +40,13 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
         and is_plain_tensor(module.weight)
         and not has_hooks(module)
         and "forward" not in module.__dict__
-        and not _module._has_any_global_hook()
+        and not has_global_hooks()
     )
 
 
-def any_hooks(root: nn.Module) -> bool:
-    """Whether a hook sits on `root` or on any module inside it, or on all modules."""
-    if _module._has_any_global_hook():
+def any_hooks(root: nn.Module, has: Callable[[nn.Module], bool] = has_hooks) -> bool:
+    """Whether a hook that `has` knows of sits on `root` or on any module inside it, or any hook on all modules."""
+    if has_global_hooks():
         return True
     # Not root.modules(): its generators and its set of what was seen cost four times as much, in every forward.
     pending = [root]
@@ -47,7 +54,7 @@ def any_hooks(root: nn.Module) -> bool:
         module = pending.pop()
         if module is None:
             continue
-        if has_hooks(module):
+        if has(module):
             return True
         pending.extend(module._modules.values())
     return False

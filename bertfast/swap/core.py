@@ -55,11 +55,11 @@ class Swapper(Protocol):
 
     becomes: str
 
-    def reasons(self, module: nn.Module) -> list[str]:
-        """Why `module` cannot be swapped."""
+    def reason(self, module: nn.Module) -> str | None:
+        """Why `module` cannot be swapped, or None."""
 
     def swap(self, module: nn.Module, options: Options) -> None:
-        """Swaps `module`, for which there are no reasons."""
+        """Swaps `module`, for which there is no reason."""
 
 
 class ClassSwapper:
@@ -69,11 +69,11 @@ class ClassSwapper:
         swapped: a subclass of the stock class, with its name, whose attribute `_bertfast_stock` is the stock class.
             Found under its name in its Python module, so that modules can be pickled.
         becomes: what the report says of it.
-        reasons: why a module cannot be swapped.
+        reason: why a module cannot be swapped, or None.
     """
 
-    def __init__(self, swapped: type[nn.Module], becomes: str, reasons: Callable[[nn.Module], list[str]]) -> None:
-        self.swapped, self.becomes, self.reasons = swapped, becomes, reasons
+    def __init__(self, swapped: type[nn.Module], becomes: str, reason: Callable[[nn.Module], str | None]) -> None:
+        self.swapped, self.becomes, self.reason = swapped, becomes, reason
 
     def swap(self, module: nn.Module, options: Options) -> None:
         change_class(module, self.swapped)
@@ -134,8 +134,8 @@ class HookSwapper:
     Args: as `ClassSwapper`.
     """
 
-    def __init__(self, hook: type[SwapHook], becomes: str, reasons: Callable[[nn.Module], list[str]]) -> None:
-        self.hook, self.becomes, self.reasons = hook, becomes, reasons
+    def __init__(self, hook: type[SwapHook], becomes: str, reason: Callable[[nn.Module], str | None]) -> None:
+        self.hook, self.becomes, self.reason = hook, becomes, reason
 
     def swap(self, module: nn.Module, options: Options) -> None:
         module.register_forward_pre_hook(self.hook(options), with_kwargs=True)
@@ -190,15 +190,16 @@ def accelerate(model: nn.Module, *, unpad: bool = True, backend: str = "auto", s
             report.swapped[name] = (kind, "swapped already")
             todo.append(lambda module=module: _set_options(module, options))
             again += 1
-        elif swapper is not None and not (reasons := swapper.reasons(module)):
-            report.swapped[name] = (kind, swapper.becomes)
-            todo.append(lambda module=module, swapper=swapper: swapper.swap(module, options))
-        elif swapper is not None:
-            report.left[name] = (kind, "; ".join(reasons))
+            continue
+        if swapper is not None:
+            reason = swapper.reason(module)
         else:
             reason = next(filter(None, (provider.reason_left(module) for provider in providers)), None)
-            if reason is not None:
-                report.left[name] = (kind, reason)
+        if reason is not None:
+            report.left[name] = (kind, reason)
+        elif swapper is not None:
+            report.swapped[name] = (kind, swapper.becomes)
+            todo.append(lambda module=module, swapper=swapper: swapper.swap(module, options))
     if not report.swapped and not report.left:
         report.left[""] = (type(model).__name__, "there is no module of a supported class in it")
     if strict and report.left:

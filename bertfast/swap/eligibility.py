@@ -10,7 +10,6 @@ import sys
 from types import MethodType
 
 from torch import nn
-from torch.nn.modules import module as _module
 
 from bertfast.nn.plain import has_hooks, is_plain_tensor
 
@@ -50,22 +49,6 @@ def has_user_hooks(module: nn.Module) -> bool:
     return bool(sys.modules[CAPTURING]._active_collector.get())
 
 
-def any_user_hooks(root: nn.Module) -> bool:
-    """Whether a user's hook sits on `root` or on any module inside it, or on all modules."""
-    if _module._has_any_global_hook():
-        return True
-    # Not root.modules(): its generators and its set of what was seen cost four times as much, in every forward.
-    pending = [root]
-    while pending:
-        module = pending.pop()
-        if module is None:
-            continue
-        if has_user_hooks(module):
-            return True
-        pending.extend(module._modules.values())
-    return False
-
-
 def may_skip_call(module: nn.Module, kinds: frozenset[type[nn.Module]]) -> bool:
     """Whether what `module`, exactly one of `kinds`, does may be done without calling it. Global hooks are left out:
     they are one question for a whole layer."""
@@ -83,11 +66,6 @@ def is_readable_norm(module: nn.Module) -> bool:
         and "forward" not in module.__dict__
         and not has_user_hooks(module)
     )
-
-
-def has_global_hooks() -> bool:
-    """Whether there are hooks on all modules."""
-    return _module._has_any_global_hook()
 
 
 def dropout_of(module: nn.Dropout) -> float:

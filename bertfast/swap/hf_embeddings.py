@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from bertfast import ops
-from bertfast.nn.plain import is_plain
+from bertfast.nn.plain import has_global_hooks, is_plain
 from bertfast.swap.core import SwappedForward
-from bertfast.swap.eligibility import dropout_of, has_global_hooks, is_readable_norm, may_skip_call
+from bertfast.swap.eligibility import dropout_of, is_readable_norm, may_skip_call
 from bertfast.swap.hf_layers import DROPOUT
 
 
@@ -19,6 +19,8 @@ def _is_plain_table(table: nn.Module) -> bool:
 
 class FusedEmbeddings(SwappedForward):
     """Gathers, sum, LayerNorm and dropout."""
+
+    becomes = "fused embeddings"
 
     def can_fuse(self) -> bool:
         """Whether nothing is attached to the modules that the op takes the place of."""

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from bertfast.models.plan import REAL_ROWS, RowUse, plan_rows
+from bertfast.nn.plain import any_hooks
 from bertfast.swap.core import SwapHook, SwappedForward
-from bertfast.swap.eligibility import any_user_hooks, ends_in_class, has_own_forward
+from bertfast.swap.eligibility import ends_in_class, has_own_forward, has_user_hooks
 from bertfast.swap.hf_layers import ATTENTIONS, FusedLayer, Packed, unknown_arguments
 
 PADDING = "bertfast_padding"
@@ -40,6 +41,8 @@ class Padding(NamedTuple):
 class FusedEncoder(SwappedForward):
     """The stock loop over layers, on real tokens alone where that can be."""
 
+    becomes = "padding removed once around all layers"
+
     def fused_forward(
         self,
         hidden_states: Tensor,
@@ -50,7 +53,7 @@ class FusedEncoder(SwappedForward):
     ) -> object:
         if bertfast_padding is None:
             return self.stock_forward(hidden_states, attention_mask, *args, **kwargs)
-        plan = plan_rows(*bertfast_padding, lambda: any_user_hooks(self), self._can_pack)
+        plan = plan_rows(*bertfast_padding, lambda: any_hooks(self, has_user_hooks), self._can_pack)
         packing = plan.packing
         if packing is None:
             output = self.stock_forward(hidden_states, plan.attn_mask, *args, **kwargs)
@@ -70,6 +73,7 @@ class FusedEncoder(SwappedForward):
 class BaseModelHook(SwapHook):
     """Tells a base model's encoder of padding."""
 
+    becomes = "tells the encoder of padding"
     encoder: ClassVar[str] = "encoder"
     arguments: ClassVar[tuple[str, ...]] = (
         "input_ids",

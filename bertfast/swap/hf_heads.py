@@ -10,15 +10,18 @@ from bertfast import ops
 from bertfast.activations import Activation
 from bertfast.models.plan import RowUse
 from bertfast.nn.feed_forward import dense_activation
+from bertfast.nn.plain import has_global_hooks
 from bertfast.swap.core import SwapHook, SwappedForward, our_hooks
-from bertfast.swap.eligibility import ends_in_class, has_global_hooks, is_readable_norm
+from bertfast.swap.eligibility import ends_in_class, is_readable_norm
 from bertfast.swap.hf_encoder import USE, USE_OF_HEAD
 from bertfast.swap.hf_layers import activation_of
 
 
 class HeadHook(SwapHook):
-    """Tells the base model, by an argument that transformers passes on, which padded rows the head will use."""
+    """Tells the base model, by an argument that transformers passes on, which padded rows the head will use: all, for a
+    label of each token that is predicted by the one before it."""
 
+    becomes = "tells which padded rows it uses"
     # The position of the first argument behind those of the base model.
     labels_at: ClassVar[int] = 5
     # What the head may use in any call.
@@ -38,7 +41,7 @@ class HeadHook(SwapHook):
 
     def use_of(self, args: tuple, kwargs: dict) -> RowUse:
         """What the head uses in this call."""
-        raise NotImplementedError
+        return self.use
 
     def given(self, name: str, offset: int, args: tuple, kwargs: dict) -> object:
         """An argument of the head by its name and its place behind those of the base model."""
@@ -54,13 +57,6 @@ class TokenHook(HeadHook):
         return RowUse(labels=labels if isinstance(labels, Tensor) else None)
 
 
-class CausalHook(HeadHook):
-    """A label for each token, predicted by the one before it."""
-
-    def use_of(self, args: tuple, kwargs: dict) -> RowUse:
-        return self.use
-
-
 class AnswerHook(HeadHook):
     """Cross entropy over the positions of a sequence, padded ones too."""
 
@@ -74,9 +70,6 @@ class FirstTokenHook(HeadHook):
     """A classifier on the first token of the encoder's output."""
 
     use = RowUse(first_token=True)
-
-    def use_of(self, args: tuple, kwargs: dict) -> RowUse:
-        return self.use
 
 
 class DistilBertTokenHook(TokenHook):
@@ -94,6 +87,8 @@ class DistilBertAnswerHook(AnswerHook):
 class FusedTransform(SwappedForward):
     """Linear layer and GELU as one op, then LayerNorm."""
 
+    becomes = "fused transform"
+
     def fused_forward(self, hidden_states: Tensor) -> Tensor:
         norm = self._modules["LayerNorm"]
         if has_global_hooks() or not is_readable_norm(norm):
@@ -103,6 +98,8 @@ class FusedTransform(SwappedForward):
 
 class FusedLMHead(SwappedForward):
     """RoBERTa's transform, which is always by the exact GELU, and its decoder."""
+
+    becomes = "fused transform"
 
     def fused_forward(self, features: Tensor, **kwargs: object) -> Tensor:
         norm = self._modules["layer_norm"]

@@ -16,10 +16,10 @@ from bertfast import ops
 from bertfast.activations import Activation
 from bertfast.nn.attention import self_attention
 from bertfast.nn.feed_forward import feed_forward
+from bertfast.nn.plain import has_global_hooks
 from bertfast.swap.core import SwappedForward
 from bertfast.swap.eligibility import (
     dropout_of,
-    has_global_hooks,
     has_own_forward,
     has_user_hooks,
     is_readable_norm,
@@ -114,6 +114,7 @@ def unknown_arguments(args: tuple[object, ...], kwargs: dict[str, object]) -> bo
 class FusedLayer(SwappedForward):
     """A layer's fused forward. What a family gives are static methods, because they are asked of stock layers too."""
 
+    becomes = "fused layer"
     _kinds: frozenset[type[nn.Module]]
 
     @staticmethod

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import nn
 
 from bertfast.swap import hf_heads
-from bertfast.swap.core import STOCK, ClassSwapper, HookSwapper, SwapHook, Swapper, swapped_class
+from bertfast.swap.core import STOCK, ClassSwapper, HookSwapper, SwapHook, SwappedForward, Swapper, swapped_class
 from bertfast.swap.eligibility import has_own_forward
 from bertfast.swap.hf_embeddings import BertEmbeddingsForward, DistilBertEmbeddingsForward, RobertaEmbeddingsForward
 from bertfast.swap.hf_encoder import BaseModelHook, DistilBertModelHook, FusedEncoder
@@ -29,14 +28,14 @@ class Family(NamedTuple):
         prefix: of models and heads.
         parts: class of a part -> the forward to put in front of it.
         containers: classes of the modules inside a layer.
-        hooks: class of a model or head -> its hook; None where it needs none.
+        hooks: class of a model or head that needs one -> its hook.
     """
 
     folder: str
     prefix: str
-    parts: dict[str, type]
+    parts: dict[str, type[SwappedForward]]
     containers: tuple[str, ...]
-    hooks: dict[str, type[SwapHook] | None]
+    hooks: dict[str, type[SwapHook]]
 
     @property
     def module(self) -> str:
@@ -45,7 +44,6 @@ class Family(NamedTuple):
 
 
 def _bert_like(folder: str, prefix: str) -> Family:
-    first_token = None if prefix == "Bert" else hf_heads.FirstTokenHook
     embeddings = BertEmbeddingsForward if prefix == "Bert" else RobertaEmbeddingsForward
     head = {"BertPredictionHeadTransform": hf_heads.FusedTransform}
     parts = {
@@ -58,14 +56,13 @@ def _bert_like(folder: str, prefix: str) -> Family:
         "Model": BaseModelHook,
         "ForPreTraining": hf_heads.TokenHook,
         "ForMaskedLM": hf_heads.TokenHook,
-        "LMHeadModel": hf_heads.CausalHook,
-        "ForCausalLM": hf_heads.CausalHook,
+        "LMHeadModel": hf_heads.HeadHook,
+        "ForCausalLM": hf_heads.HeadHook,
         "ForTokenClassification": hf_heads.TokenHook,
         "ForQuestionAnswering": hf_heads.AnswerHook,
-        "ForSequenceClassification": first_token,
-        "ForMultipleChoice": None,
-        "ForNextSentencePrediction": None,
     }
+    if prefix != "Bert":
+        hooks["ForSequenceClassification"] = hf_heads.FirstTokenHook
     containers = tuple(prefix + name for name in ("Attention", "SelfAttention", "SelfOutput", "Intermediate", "Output"))
     return Family(folder, prefix, parts, containers, {prefix + name: hook for name, hook in hooks.items()})
 
@@ -96,16 +93,6 @@ FAMILIES = (
 )
 _BY_MODULE = {family.module: family for family in FAMILIES}
 _BY_PART = {name: family for family in FAMILIES for name in family.parts}
-BECOMES = {
-    FusedEncoder: "padding removed once around all layers",
-    BertLayerForward: "fused layer",
-    DistilBertLayerForward: "fused layer",
-    BertEmbeddingsForward: "fused embeddings",
-    RobertaEmbeddingsForward: "fused embeddings",
-    DistilBertEmbeddingsForward: "fused embeddings",
-    hf_heads.FusedTransform: "fused transform",
-    hf_heads.FusedLMHead: "fused transform",
-}
 
 
 def __getattr__(name: str) -> type[nn.Module]:
@@ -138,27 +125,17 @@ def swapper_for(module: nn.Module) -> Swapper | None:
         return None
     if (mixin := family.parts.get(kind.__name__)) is not None:
         swapped = getattr(sys.modules[__name__], kind.__name__)
-        return ClassSwapper(swapped, BECOMES[mixin], _reasons(family, mixin))
+        return ClassSwapper(swapped, mixin.becomes, lambda part: _reason_of_part(family, mixin, part))
     hook = family.hooks.get(kind.__name__)
-    if hook is None:
-        return None
-    becomes = "tells the encoder of padding" if issubclass(hook, BaseModelHook) else "tells which padded rows it uses"
-    return HookSwapper(hook, becomes, lambda model: _reasons_of_model(family, model))
+    return None if hook is None else HookSwapper(hook, hook.becomes, _reason_of_model)
 
 
-def _reasons(family: Family, mixin: type) -> Callable[[nn.Module], list[str]]:
-    def reasons(module: nn.Module) -> list[str]:
-        if has_own_forward(module):
-            return ["its forward was replaced on the instance"]
-        if issubclass(mixin, FusedLayer):
-            found = mixin.obstacle(module, _containers(family))
-        elif mixin is FusedEncoder:
-            found = _reason_of_encoder(family, module)
-        else:
-            found = None
-        return [] if found is None else [found]
-
-    return reasons
+def _reason_of_part(family: Family, mixin: type[SwappedForward], part: nn.Module) -> str | None:
+    if has_own_forward(part):
+        return "its forward was replaced on the instance"
+    if issubclass(mixin, FusedLayer):
+        return mixin.obstacle(part, _containers(family))
+    return _reason_of_encoder(family, part) if mixin is FusedEncoder else None
 
 
 def _reason_of_encoder(family: Family, encoder: nn.Module) -> str | None:
@@ -174,20 +151,20 @@ def _reason_of_encoder(family: Family, encoder: nn.Module) -> str | None:
     return None
 
 
-def _reasons_of_model(family: Family, model: nn.Module) -> list[str]:
+def _reason_of_model(model: nn.Module) -> str | None:
     if getattr(model.config, "is_decoder", False):
-        return ["it is a decoder: causal and cross-attention and caches stay stock"]
-    return []
+        return "it is a decoder: causal and cross-attention and caches stay stock"
+    return None
 
 
 def reason_left(module: nn.Module) -> str | None:
     """Why a module that one might expect swapped is not: a subclass of one that would be, or another model."""
     kind = type(module)
-    if _family_of(kind) is not None or hasattr(kind, STOCK):
+    if _family_of(kind) is not None:
         return None
     for stock in kind.__mro__:
         family = _family_of(stock)
-        if family is not None and (stock.__name__ in family.parts or family.hooks.get(stock.__name__) is not None):
+        if family is not None and (stock.__name__ in family.parts or stock.__name__ in family.hooks):
             return f"it is a subclass of {stock.__name__}, which may do something else"
         if family is not None:
             return None

@@ -37,16 +37,12 @@ class TransformerHook(SwapHook):
         return args, {**kwargs, **changed}
 
 
-def _reasons(module: nn.Module) -> list[str]:
-    return []
-
-
 def swapper_for(module: nn.Module) -> Swapper | None:
     """The swapper of the module around a supported model; None for others."""
     modules = sys.modules.get(TRANSFORMER)
     if modules is None or type(module) is not modules.Transformer or swapper_of_model(module.model) is None:
         return None
-    return HookSwapper(TransformerHook, "calls the hooks of its model", _reasons)
+    return HookSwapper(TransformerHook, "calls the hooks of its model", lambda module: None)
 
 
 def reason_left(module: nn.Module) -> str | None:

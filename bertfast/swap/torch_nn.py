@@ -128,21 +128,16 @@ def _layers_are_fused(encoder: nn.TransformerEncoder) -> bool:
     )
 
 
-def _reasons_of_layer(layer: nn.Module) -> list[str]:
-    reason = reason_not_fused(layer)
-    return [] if reason is None else [reason]
-
-
-def _reasons_of_encoder(encoder: nn.Module) -> list[str]:
+def _reason_of_encoder(encoder: nn.Module) -> str | None:
     kinds = (nn.TransformerEncoderLayer, TransformerEncoderLayer)
     other = next((layer for layer in encoder.layers if type(layer) not in kinds), None)
     if other is not None:
-        return [f"a layer is {type(other).__module__}.{type(other).__qualname__}, not torch.nn's own"]
-    return [] if len(encoder.layers) else ["it has no layers"]
+        return f"a layer is {type(other).__module__}.{type(other).__qualname__}, not torch.nn's own"
+    return None if len(encoder.layers) else "it has no layers"
 
 
-_LAYER = ClassSwapper(TransformerEncoderLayer, "fused layer", _reasons_of_layer)
-_ENCODER = ClassSwapper(TransformerEncoder, "fused layers, padding removed once", _reasons_of_encoder)
+_LAYER = ClassSwapper(TransformerEncoderLayer, "fused layer", reason_not_fused)
+_ENCODER = ClassSwapper(TransformerEncoder, "fused layers, padding removed once", _reason_of_encoder)
 _SWAPPERS = {nn.TransformerEncoderLayer: _LAYER, nn.TransformerEncoder: _ENCODER}
 _DECODERS = {nn.TransformerDecoder, nn.TransformerDecoderLayer}
 

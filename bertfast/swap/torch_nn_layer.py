@@ -12,13 +12,13 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules import module as _module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from bertfast import ops
 from bertfast.activations import Activation
-from bertfast.nn.plain import any_hooks, has_hooks, is_plain_tensor
+from bertfast.nn.plain import any_hooks, has_global_hooks, has_hooks, is_plain_tensor
 from bertfast.swap import torch_nn_plain
+from bertfast.swap.eligibility import dropout_of
 from bertfast.swap.torch_nn_native import call_native
 
 _CHILDREN = {
@@ -69,7 +69,7 @@ class Layout(NamedTuple):
 
 def reason_not_fused(layer: nn.TransformerEncoderLayer) -> str | None:
     """Why the parts of `layer` must be called as they are and not fused, or None."""
-    if _module._has_any_global_hook():
+    if has_global_hooks():
         return "there are hooks on all modules"
     children = layer._modules
     for name, kind in _CHILDREN.items():
@@ -132,10 +132,6 @@ def current_activation(layer: nn.TransformerEncoderLayer) -> str | Activation:
     return activation if isinstance(activation, nn.Module) else _FUNCTIONS.get(activation, activation)
 
 
-def _probability(dropout: nn.Dropout) -> float:
-    return dropout.p if dropout.training else 0.0
-
-
 def _attention_p(attention: nn.MultiheadAttention) -> float:
     return attention.dropout if attention.training else 0.0
 
@@ -179,7 +175,7 @@ def layer_forward(layer: nn.TransformerEncoderLayer, x: Tensor, layout: Layout) 
     """
     children = layer._modules
     attention, linear1, linear2 = children["self_attn"], children["linear1"], children["linear2"]
-    inner_p, p1, p2 = (_probability(children[name]) for name in ("dropout", "dropout1", "dropout2"))
+    inner_p, p1, p2 = (dropout_of(children[name]) for name in ("dropout", "dropout1", "dropout2"))
     activation = current_activation(layer)
     plain = torch_nn_plain.is_preferred(x)
     if plain and layout.keys_only() and not (inner_p or p1 or p2 or _attention_p(attention)):
