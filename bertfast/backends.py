@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 
 from bertfast import _extension
@@ -252,6 +253,16 @@ def is_transformed() -> bool:
     """Whether `torch.func` (vmap, grad, jvp) or forward-mode differentiation is at work. They know PyTorch's own ops;
     the tangent of a private one would be 0, without a word."""
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Whether values cannot be read: traces, `torch.func` and a CUDA graph's capture must not depend on them, and fake
+    tensors have none."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed():
+        return True
+    if tensor.is_meta or isinstance(tensor, FakeTensor):
+        return True
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:

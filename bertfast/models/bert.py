@@ -9,7 +9,6 @@ from bertfast.configuration import BertConfig
 from bertfast.models.base import PreTrainedModel
 from bertfast.models.encoder_model import EncoderModel
 from bertfast.models.outputs import BaseModelOutputWithPooling, PreTrainingOutput
-from bertfast.models.plan import RowUse
 from bertfast.models.tasks import (
     MaskedLMTask,
     MultipleChoiceTask,
@@ -21,6 +20,7 @@ from bertfast.models.tasks import (
 )
 from bertfast.nn import FusedAddLayerNorm
 from bertfast.nn.feed_forward import dense_activation
+from bertfast.plan import RowUse
 
 _TIED_DECODER = {
     "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",

@@ -9,7 +9,6 @@ from bertfast.configuration import DistilBertConfig
 from bertfast.models.base import PreTrainedModel
 from bertfast.models.encoder_model import EncoderModel
 from bertfast.models.outputs import BaseModelOutputWithPooling, ModelOutput
-from bertfast.models.plan import REAL_ROWS, RowUse
 from bertfast.models.tasks import (
     MaskedLMTask,
     MultipleChoiceTask,
@@ -21,6 +20,7 @@ from bertfast.models.tasks import (
 from bertfast.nn import FusedAddLayerNorm
 from bertfast.nn.feed_forward import dense_activation
 from bertfast.nn.names import DISTILBERT_LAYER
+from bertfast.plan import REAL_ROWS, RowUse
 
 
 class DistilBertPreTrainedModel(PreTrainedModel):

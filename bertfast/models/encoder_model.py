@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from bertfast.configuration import PretrainedConfig
 from bertfast.models.base import PreTrainedModel
 from bertfast.models.outputs import BaseModelOutputWithPooling
-from bertfast.models.plan import REAL_ROWS, Plan, RowUse, plan_rows
 from bertfast.nn import BertEncoder, BertEncoderLayer, FusedBertEmbeddings
 from bertfast.nn.names import BERT_LAYER, LayerNames
 from bertfast.nn.plain import any_hooks
 from bertfast.ops._checks import check_broadcast
 from bertfast.packing import Packing
+from bertfast.plan import REAL_ROWS, Plan, RowUse, plan_rows
 
 
 class Pooler(nn.Module):

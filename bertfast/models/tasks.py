@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bertfast.models.base import PreTrainedModel
 from bertfast.models.outputs import BaseModelOutputWithPooling, LogitsOutput, ModelOutput, QuestionAnsweringOutput
-from bertfast.models.plan import IGNORED_LABEL, REAL_ROWS, RowUse
+from bertfast.plan import IGNORED_LABEL, REAL_ROWS, RowUse
 
 
 class TaskModel(PreTrainedModel):

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from torch import nn
 
@@ -82,7 +82,10 @@ class ClassSwapper:
 
 class SwappedForward:
     """In front of a stock class, makes a swapped class: a subclass whose `forward` is `fused_forward` in the context
-    of the module's options. `stock_forward` is the forward that it had."""
+    of the module's options. `stock_forward` is the forward that it had. A mixin derived from it has to define
+    `fused_forward`, with the arguments and the result of stock's, and `becomes`, which the report says of it."""
+
+    becomes: ClassVar[str]
 
     def forward(self, *args, **kwargs):
         with pinned(self._bertfast_options):
@@ -113,6 +116,8 @@ def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
 class SwapHook:
     """A forward pre-hook of ours, with keyword arguments. It has no state but its options, and can be pickled."""
 
+    becomes: ClassVar[str]
+
     def __init__(self, options: Options) -> None:
         self.options = options
 
@@ -131,11 +136,13 @@ class SwapHook:
 class HookSwapper:
     """Registers a `SwapHook` of a class on a module, which keeps its own class.
 
-    Args: as `ClassSwapper`.
+    Args:
+        hook: whose `becomes` is what the report says of it.
+        reason: as of `ClassSwapper`.
     """
 
-    def __init__(self, hook: type[SwapHook], becomes: str, reason: Callable[[nn.Module], str | None]) -> None:
-        self.hook, self.becomes, self.reason = hook, becomes, reason
+    def __init__(self, hook: type[SwapHook], reason: Callable[[nn.Module], str | None]) -> None:
+        self.hook, self.becomes, self.reason = hook, hook.becomes, reason
 
     def swap(self, module: nn.Module, options: Options) -> None:
         module.register_forward_pre_hook(self.hook(options), with_kwargs=True)
@@ -177,7 +184,7 @@ def accelerate(model: nn.Module, *, unpad: bool = True, backend: str = "auto", s
     """
     modules = _named_modules(model)
     with use_backend(backend):
-        pass
+        pass  # raises for an unknown name
     options = Options(unpad, backend)
     report = SwapReport(type(model).__name__)
     todo: list[Callable[[], None]] = []

@@ -41,6 +41,7 @@ class FusedEmbeddings(SwappedForward):
         position_ids: Tensor | None,
         inputs_embeds: Tensor | None,
     ) -> Tensor:
+        """(B, S, N) by `ops.embed_layer_norm`."""
         children = self._modules
         word, position, norm = children["word_embeddings"], children["position_embeddings"], children["LayerNorm"]
         types = children.get("token_type_embeddings")
@@ -73,6 +74,7 @@ class BertEmbeddingsForward(FusedEmbeddings):
         *past: object,
         **kwargs: object,
     ) -> Tensor:
+        """Stock's arguments and result: ids (B, S) or `inputs_embeds` (B, S, N) to (B, S, N)."""
         if not _are_zero(*past, *kwargs.values()) or not self.can_fuse():
             return self.stock_forward(input_ids, token_type_ids, position_ids, inputs_embeds, *past, **kwargs)
         if position_ids is None:
@@ -102,6 +104,7 @@ class DistilBertEmbeddingsForward(FusedEmbeddings):
     def fused_forward(
         self, input_ids: Tensor | None, inputs_embeds: Tensor | None = None, position_ids: Tensor | None = None
     ) -> Tensor:
+        """Stock's arguments and result: ids (B, S) or `inputs_embeds` (B, S, N) to (B, S, N)."""
         if not self.can_fuse():
             return self.stock_forward(input_ids, inputs_embeds, position_ids)
         if position_ids is None:

@@ -12,8 +12,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bertfast.models.plan import REAL_ROWS, RowUse, plan_rows
 from bertfast.nn.plain import any_hooks
+from bertfast.plan import REAL_ROWS, RowUse, plan_rows
 from bertfast.swap.core import SwapHook, SwappedForward
 from bertfast.swap.eligibility import ends_in_class, has_own_forward, has_user_hooks
 from bertfast.swap.hf_layers import ATTENTIONS, FusedLayer, Packed, unknown_arguments
@@ -51,6 +51,8 @@ class FusedEncoder(SwappedForward):
         bertfast_padding: Padding | None = None,
         **kwargs: object,
     ) -> object:
+        """Stock's arguments and result, (B, S, N); with `bertfast_padding` from `BaseModelHook`, rows that nobody uses
+        are 0, and `attention_mask` is not read."""
         if bertfast_padding is None:
             return self.stock_forward(hidden_states, attention_mask, *args, **kwargs)
         plan = plan_rows(*bertfast_padding, lambda: any_hooks(self, has_user_hooks), self._can_pack)

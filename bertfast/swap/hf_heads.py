@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from bertfast import ops
 from bertfast.activations import Activation
-from bertfast.models.plan import RowUse
 from bertfast.nn.feed_forward import dense_activation
 from bertfast.nn.plain import has_global_hooks
+from bertfast.plan import RowUse
 from bertfast.swap.core import SwapHook, SwappedForward, our_hooks
 from bertfast.swap.eligibility import ends_in_class, is_readable_norm
 from bertfast.swap.hf_encoder import USE, USE_OF_HEAD

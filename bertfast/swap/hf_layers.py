@@ -27,7 +27,8 @@ from bertfast.swap.eligibility import (
 )
 
 ATTENTIONS = frozenset({"sdpa", "eager", "bertfast"})
-# What transformers passes down to attention functions, of which those above make nothing.
+# What transformers passes down to attention functions, of which those above make nothing. Outputs that are asked for
+# are captured by hooks or forwards that transformers puts on what gives them; a layer with one at work runs stock.
 WITHOUT_EFFECT = frozenset(
     {
         "token_type_ids",  # of DistilBERT, which has none, where a tokenizer makes them
@@ -168,6 +169,14 @@ class FusedLayer(SwappedForward):
         bertfast_packed: Packed | None = None,
         **kwargs: object,
     ) -> Tensor:
+        """Stock's arguments and result, and what a swapped encoder adds.
+
+        Args:
+            hidden_states: (B, S, N), or packed (1, T, N) with `bertfast_packed`.
+            attention_mask: over pairs, broadcasting to (B, H, S, S): bool (True takes part) or added to the scores;
+                with others the layer runs stock. Not read with `bertfast_packed`.
+            bertfast_packed: from an encoder that has looked at `obstacle` for all its layers.
+        """
         if bertfast_packed is not None:
             return self._run(hidden_states, None, *bertfast_packed)
         mask = attention_mask
@@ -194,6 +203,8 @@ class FusedLayer(SwappedForward):
     def _run(
         self, hidden_states: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
     ) -> Tensor:
+        """The layer on (B, S, N) with a mask as of `ops.attention` or None, or on packed (1, T, N) with `cu_seqlens`
+        and `max_seqlen`; to the same shape."""
         parts, settings = self.parts(self), self.settings(self)
         context, _ = self_attention(
             hidden_states,

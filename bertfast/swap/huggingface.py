@@ -127,7 +127,7 @@ def swapper_for(module: nn.Module) -> Swapper | None:
         swapped = getattr(sys.modules[__name__], kind.__name__)
         return ClassSwapper(swapped, mixin.becomes, lambda part: _reason_of_part(family, mixin, part))
     hook = family.hooks.get(kind.__name__)
-    return None if hook is None else HookSwapper(hook, hook.becomes, _reason_of_model)
+    return None if hook is None else HookSwapper(hook, _reason_of_model)
 
 
 def _reason_of_part(family: Family, mixin: type[SwappedForward], part: nn.Module) -> str | None:

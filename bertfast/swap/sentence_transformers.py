@@ -18,6 +18,8 @@ TRANSFORMER = "sentence_transformers.base.modules.transformer"
 class TransformerHook(SwapHook):
     """Runs our hooks on the model inside."""
 
+    becomes = "calls the hooks of its model"
+
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         hooks = [hook for hook in module.model._forward_pre_hooks.values() if isinstance(hook, SwapHook)]
         features = args[0] if args else kwargs.get("features")
@@ -42,7 +44,7 @@ def swapper_for(module: nn.Module) -> Swapper | None:
     modules = sys.modules.get(TRANSFORMER)
     if modules is None or type(module) is not modules.Transformer or swapper_of_model(module.model) is None:
         return None
-    return HookSwapper(TransformerHook, "calls the hooks of its model", lambda module: None)
+    return HookSwapper(TransformerHook, lambda module: None)
 
 
 def reason_left(module: nn.Module) -> str | None:

@@ -11,8 +11,9 @@ import math
 import torch
 from torch import Tensor
 
-from bertfast.models.plan import Plan, is_traced
+from bertfast.backends import is_traced
 from bertfast.packing import Packing, mask_sizes
+from bertfast.plan import Plan
 from bertfast.swap.torch_nn_layer import Layout
 from bertfast.swap.torch_nn_native import is_small
 

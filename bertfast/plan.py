@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 
-from bertfast.backends import is_transformed
+from bertfast.backends import is_traced
 from bertfast.packing import Packing, check_mask, mask_sizes
 
 IGNORED_LABEL = -100
@@ -60,6 +59,9 @@ def plan_rows(
         use: which padded rows are needed.
         must_pad: whether something else needs stock's rows.
         can_pack: whether the packed path exists; where it does not, the padded one gives the same rows.
+
+    Raises:
+        ValueError: a mask of another rank.
     """
     real = check_mask(mask)
     padded = Plan(attn_mask=real[:, None, None, :])
@@ -78,13 +80,3 @@ def plan_rows(
     if total == real.numel():
         return Plan()
     return padded if any(found) else Plan(Packing.from_sizes(real, total, longest))
-
-
-def is_traced(real: Tensor) -> bool:
-    """Whether lengths cannot be read: traces, `torch.func` and a CUDA graph's capture must not depend on values, and
-    fake tensors have none."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed():
-        return True
-    if real.is_meta or isinstance(real, FakeTensor):
-        return True
-    return real.is_cuda and torch.cuda.is_current_stream_capturing()
