@@ -130,7 +130,7 @@ def quantise(model: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_quantised_linears_are_called(family, when):
+def test_quantised_linears_are_called(family, when, packed_runs):
     name = FAMILIES[family]
     model = tiny_stock(name).double()
     stock = quantise(copy.deepcopy(model))
@@ -142,6 +142,7 @@ def test_quantised_linears_are_called(family, when):
     for mask in (None, "right", "holes"):
         inputs = inputs_of(name, mask)
         assert_close(model(**inputs).logits, stock(**inputs).logits, "logits")
+    assert packed_runs.since() == 2
     plain = tiny_stock(name).double()(**inputs).logits
     assert not torch.allclose(model(**inputs).logits, plain)
 
@@ -209,7 +210,7 @@ def test_an_optimizer_made_before_the_swap_trains_the_model(family):
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradient_checkpointing(family, when, use_reentrant):
+def test_gradient_checkpointing(family, when, use_reentrant, packed_runs):
     name = FAMILIES[family]
     stock = tiny_stock(name, **NO_DROPOUT[family]).double().train()
     model = copy.deepcopy(stock)
@@ -228,6 +229,7 @@ def test_gradient_checkpointing(family, when, use_reentrant):
     assert_same(model, stock, {**inputs_of(name, "right"), **labels_of(name, "right")})
     model.gradient_checkpointing_disable()
     assert_same(model, stock, {**inputs_of(name, "right"), **labels_of(name, "right")})
+    assert packed_runs.since() == 2
 
 
 class Examples(torch.utils.data.Dataset):

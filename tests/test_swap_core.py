@@ -10,7 +10,6 @@ import transformers
 from torch import nn
 
 import bertfast
-from bertfast.swap import core
 from helpers.checkpoints import tiny_stock
 from helpers.models import NO_DROPOUT, assert_close, assert_same, inputs_of, labels_of, mask_of
 from helpers.project import run_python
@@ -217,4 +216,3 @@ def test_providers_are_not_loaded_for_packages_that_are_not(tmp_path):
     code = "import sys, torch, bertfast; bertfast.accelerate(torch.nn.Linear(2, 2)); "
     code += "assert not {'transformers', 'bertfast.swap.huggingface'} & set(sys.modules)"
     run_python("-c", code, cwd=tmp_path, path=PATH)
-    assert set(core.PROVIDERS.values()) == {"torch", "transformers", "sentence_transformers"}

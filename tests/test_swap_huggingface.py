@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import bertfast
-from helpers.checkpoints import family_of, tiny_stock
+from helpers.checkpoints import tiny_stock
 from helpers.models import NO_DROPOUT, PADDING, assert_close, assert_same, inputs_of, labels_of, mask_of
 from helpers.swap import STOCK_HEADS, stock_and_swapped
 from helpers.tolerance import assert_models_within
@@ -211,23 +211,6 @@ def test_low_precision(name, dtype):
     stock, swapped = stock_and_swapped(name, dtype=torch.float32)
     mask = mask_of("right")
     assert_models_within(swapped, stock, inputs_of(name, "right"), dtype=dtype, real=mask)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("name", ["BertForTokenClassification", "DistilBertForMaskedLM"])
-def test_gradient_checkpointing(name, when, reentrant, packed_runs):
-    stock = tiny_stock(name, **NO_DROPOUT[family_of(name)]).double()
-    swapped = copy.deepcopy(stock)
-    options = {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
-    if when == "before":
-        swapped.gradient_checkpointing_enable(**options)
-    assert bertfast.accelerate(swapped, strict=True)
-    if when == "after":
-        swapped.gradient_checkpointing_enable(**options)
-    inputs = {**inputs_of(name, "right"), **labels_of(name, "right")}
-    assert_same(swapped.train(), stock.train(), inputs, rows=mask_of("right"))
-    assert packed_runs.since() == 1
 
 
 def test_checkpointing_drops_the_same_elements():

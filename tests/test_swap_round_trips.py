@@ -1,4 +1,4 @@
-"""Swapped models copied, saved, sent to other processes, trained, edited and restored."""
+"""Swapped models copied, saved, sent to other processes, edited and restored."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import bertfast
-from helpers.checkpoints import tiny_stock
-from helpers.models import NO_DROPOUT, assert_close, inputs_of, labels_of
+from helpers.models import assert_close, inputs_of
 from helpers.project import run_python
 from helpers.swap import PATH, assert_bit_equal, run, stock_and_swapped, traces_of_swap, types_of
 
@@ -131,23 +130,6 @@ def test_spawned_processes():
     process.join()
     with torch.no_grad():
         assert torch.equal(found, model(**inputs).last_hidden_state)
-
-
-def test_an_optimizer_made_before_the_swap_trains():
-    name = "BertForTokenClassification"
-    stock = tiny_stock(name, **NO_DROPOUT["bert"]).double().train()
-    model = copy.deepcopy(stock)
-    models = (stock, model)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in models]
-    bertfast.accelerate(model)
-    inputs = {**inputs_of(name, "right"), **labels_of(name, "right")}
-    for _ in range(3):
-        for m, optimizer in zip(models, optimizers, strict=True):
-            optimizer.zero_grad()
-            m(**inputs).loss.backward()
-            optimizer.step()
-    for (key, got), wanted in zip(model.named_parameters(), stock.parameters(), strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-7, atol=1e-8, msg=key)
 
 
 def test_restore_after_edits():
