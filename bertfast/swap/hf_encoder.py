@@ -57,6 +57,9 @@ class FusedEncoder(SwappedForward):
             return self.stock_forward(hidden_states, attention_mask, *args, **kwargs)
         plan = plan_rows(*bertfast_padding, lambda: any_hooks(self, has_user_hooks), self._can_pack)
         packing = plan.packing
+        if packing is None and plan.attn_mask is None:
+            # The plan has asked the layers already.
+            return self.stock_forward(hidden_states, None, *args, bertfast_packed=Packed(), **kwargs)
         if packing is None:
             output = self.stock_forward(hidden_states, plan.attn_mask, *args, **kwargs)
             if plan.rows is not None:

@@ -59,15 +59,17 @@ _activation_names: dict[type, str | None] = {}
 
 
 class Packed(NamedTuple):
-    """Where the sequences in packed hidden states (1, T, N) begin, and how long the longest is."""
+    """Where the sequences in packed hidden states (1, T, N) begin, and how long the longest is; None in (B, S, N)
+    without padding."""
 
-    cu_seqlens: Tensor
-    max_seqlen: int
+    cu_seqlens: Tensor | None = None
+    max_seqlen: int | None = None
 
 
 class Parts(NamedTuple):
-    """The modules that a layer computes with."""
+    """The modules that a layer computes with; `core`, which is not called, has the settings of its attention."""
 
+    core: nn.Module
     query: nn.Module
     key: nn.Module
     value: nn.Module
@@ -83,11 +85,8 @@ class Parts(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What a layer computes by, and what decides whether it can be fused, beside its modules."""
+    """What decides whether a layer can be fused beside its modules."""
 
-    head_dim: int
-    scale: float
-    drops_attention: bool
     attention: str
     chunk_size: int
     causal: bool
@@ -205,15 +204,17 @@ class FusedLayer(SwappedForward):
     ) -> Tensor:
         """The layer on (B, S, N) with a mask as of `ops.attention` or None, or on packed (1, T, N) with `cu_seqlens`
         and `max_seqlen`; to the same shape."""
-        parts, settings = self.parts(self), self.settings(self)
+        parts = self.parts(self)
+        core = parts.core
         context, _ = self_attention(
             hidden_states,
             parts.query,
             parts.key,
             parts.value,
-            settings.head_dim,
-            dropout_p=parts.attention_dropout.p if settings.drops_attention else 0.0,
-            scale=settings.scale,
+            core.attention_head_size,
+            # Stock never calls the dropout inside: it applies its probability while the attention around it trains.
+            dropout_p=parts.attention_dropout.p if core.training else 0.0,
+            scale=core.scaling,
             attn_mask=mask,
             cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
@@ -245,6 +246,7 @@ class BertLayerForward(FusedLayer):
         core, attended = attention["self"]._modules, attention["output"]._modules
         output = children["output"]._modules
         return Parts(
+            attention["self"],
             core["query"],
             core["key"],
             core["value"],
@@ -263,7 +265,7 @@ class BertLayerForward(FusedLayer):
     def settings(layer: nn.Module) -> Settings:
         core = layer._modules["attention"]._modules["self"]
         causal = layer.is_decoder or layer.add_cross_attention or core.is_causal
-        return _settings(core, layer.chunk_size_feed_forward, causal)
+        return Settings(core.config._attn_implementation, layer.chunk_size_feed_forward, causal)
 
 
 class DistilBertLayerForward(FusedLayer):
@@ -279,6 +281,7 @@ class DistilBertLayerForward(FusedLayer):
         children = layer._modules
         core, ffn = children["attention"]._modules, children["ffn"]
         return Parts(
+            children["attention"],
             core["q_lin"],
             core["k_lin"],
             core["v_lin"],
@@ -296,7 +299,7 @@ class DistilBertLayerForward(FusedLayer):
     @staticmethod
     def settings(layer: nn.Module) -> Settings:
         core, ffn = layer._modules["attention"], layer._modules["ffn"]
-        return _settings(core, ffn.chunk_size_feed_forward, core.is_causal)
+        return Settings(core.config._attn_implementation, ffn.chunk_size_feed_forward, core.is_causal)
 
 
 def _is_over_pairs(mask: object) -> bool:
@@ -304,12 +307,6 @@ def _is_over_pairs(mask: object) -> bool:
     if not isinstance(mask, Tensor) or mask.dim() != 4:
         return False
     return mask.dtype == torch.bool or mask.is_floating_point()
-
-
-def _settings(core: nn.Module, chunk_size: int, causal: bool) -> Settings:
-    # Stock never calls the dropout inside: it applies its probability while the attention around it trains.
-    attention = core.config._attn_implementation
-    return Settings(core.attention_head_size, core.scaling, core.training, attention, chunk_size, causal)
 
 
 def _add_norm(x: Tensor, residual: Tensor, norm: nn.LayerNorm, dropout: nn.Dropout | None) -> Tensor:
