@@ -101,13 +101,16 @@ def models_of(path: str, dtype: torch.dtype, device: torch.device, train: bool) 
     """Stock's model and a copy of it with fused modules.
 
     Raises:
-        SystemExit: transformers is not installed.
+        SystemExit: transformers is not installed, or cannot load the checkpoint.
     """
     try:
         from transformers import AutoModel
     except ImportError:
         raise SystemExit("this benchmark needs transformers: pip install transformers") from None
-    stock = AutoModel.from_pretrained(path, attn_implementation="sdpa", dtype=dtype).to(device).train(train)
+    try:
+        stock = AutoModel.from_pretrained(path, attn_implementation="sdpa", dtype=dtype).to(device).train(train)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"cannot load {path}: {str(error).splitlines()[0]}") from None
     for module in stock.modules():
         # Both must compute the same; dropout is drawn anew in each call.
         if isinstance(module, nn.Dropout):
@@ -121,6 +124,8 @@ def table(path: str, options: argparse.Namespace, show: Callable[[str], None]) -
     """The cells, each shown as it is measured."""
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
     stock, swapped = models_of(path, dtype, device, options.train)
+    if max(options.lengths) > stock.config.max_position_embeddings:
+        raise SystemExit(f"--lengths must be at most {stock.config.max_position_embeddings}, the model's longest")
     show(f"{'B':>4} {'S':>4}  {'mask':<12} {'stock ms':>10} {'swapped ms':>10}  ratio (10-90 %)")
     for batch, length, mask in itertools.product(options.batches, options.lengths, MASKS):
         inputs = inputs_of(batch, length, mask, stock.config.vocab_size, device)
@@ -132,15 +137,22 @@ def table(path: str, options: argparse.Namespace, show: Callable[[str], None]) -
         yield {"batch": batch, "length": length, "mask": mask, **row}
 
 
+def count(text: str) -> int:
+    """A number of at least 1, for argparse."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text}")
+    return int(text)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("path", help="a BERT, RoBERTa or DistilBERT checkpoint: a folder or a hub id")
-    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, help=f"rows (default: {BATCHES})")
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help=f"tokens a row (default: {LENGTHS})")
+    parser.add_argument("--batches", type=count, nargs="+", default=BATCHES, help=f"rows (default: {BATCHES})")
+    parser.add_argument("--lengths", type=count, nargs="+", default=LENGTHS, help=f"tokens a row (default: {LENGTHS})")
     parser.add_argument("--train", action="store_true", help="forward and backward")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, default=7, help="how often each is timed (7)")
+    parser.add_argument("--rounds", type=count, default=7, help="how often each is timed (7)")
     parser.add_argument("--json", type=Path, help="append a line for each cell to this file")
     options = parser.parse_args(arguments)
     facts = measure.machine()

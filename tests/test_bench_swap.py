@@ -35,6 +35,25 @@ def test_a_slow_cell_is_an_exit_code(path, capsys, monkeypatch):
     assert "3 cells are below" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batches", "0"], "at least 1, got 0"),
+        (["--rounds", "x"], "at least 1, got x"),
+        (["--lengths", "4", "100000"], "--lengths must be at most"),
+    ],
+)
+def test_wrong_arguments(path, arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        bench_swap.main([path, *arguments])
+    assert message in f"{ended.value}{capsys.readouterr().err}"
+
+
+def test_no_checkpoint(tmp_path):
+    with pytest.raises(SystemExit, match="cannot load"):
+        bench_swap.main([str(tmp_path)])
+
+
 def test_models_that_differ_are_not_timed():
     stock = tiny_stock("BertModel")
     other = copy.deepcopy(stock)

@@ -193,7 +193,7 @@ def _cu(*values):
         ({"query": torch.ones(1, 8, 2, 4)}, ValueError, r"query must have shape \(tokens, H, D\), got \(1, 8, 2, 4\)"),
         ({"value": torch.ones(7, 2, 4)}, ValueError, "value must have the key's shape"),
         ({"query": torch.ones(8, 2, 5)}, ValueError, "key must have the query's head dim 5, got 4"),
-        ({"query": torch.ones(8, 3, 4)}, ValueError, "key must have the query's 3 heads, got 2"),
+        ({"query": torch.ones(8, 3, 4)}, ValueError, "key must have the query's 3 heads, got 2$"),
         ({"query": torch.ones(8, 2, 4).half()}, ValueError, "key must have the dtype torch.float16 of query"),
         ({"query": torch.ones(8, 2, 4).int()}, TypeError, "query must be a floating point tensor"),
         ({"cu_seqlens_q": _cu(0, 3, 7)}, ValueError, r"cu_seqlens_q must rise from 0 to .* 8; got \[0, 3, 7\]"),

@@ -269,7 +269,8 @@ def check_attention_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa
         raise ValueError(f"key must have the query's batch size {query.shape[0]}, got {key.shape[0]}")
     heads_q, heads_k = query.shape[heads_dim], key.shape[heads_dim]
     if heads_q != heads_k and not (enable_gqa and heads_k and heads_q % heads_k == 0):
-        raise ValueError(f"key must have the query's {heads_q} heads, got {heads_k} (enable_gqa={enable_gqa})")
+        option = f" (enable_gqa={enable_gqa})" if heads_dim == 1 else ""
+        raise ValueError(f"key must have the query's {heads_q} heads, got {heads_k}{option}")
 
 
 def _check_mask_shape(attn_mask: Tensor, full: tuple[int, ...]) -> None:

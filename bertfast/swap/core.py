@@ -210,7 +210,8 @@ def accelerate(model: nn.Module, *, unpad: bool = True, backend: str = "auto", s
     if not report.swapped and not report.left:
         report.left[""] = (type(model).__name__, "there is no module of a supported class in it")
     if strict and report.left:
-        raise SwapError(str(report))
+        untouched = SwapReport(report.model, left=report.left)
+        raise SwapError(f"strict=True, so nothing was changed: some modules cannot be swapped\n{untouched}")
     for step in todo:
         step()
     if again:

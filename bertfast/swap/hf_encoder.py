@@ -41,7 +41,7 @@ class Padding(NamedTuple):
 class FusedEncoder(SwappedForward):
     """The stock loop over layers, on real tokens alone where that can be."""
 
-    becomes = "padding removed once around all layers"
+    becomes = "can run without padding"
 
     def fused_forward(
         self,

@@ -18,7 +18,7 @@ TRANSFORMER = "sentence_transformers.base.modules.transformer"
 class TransformerHook(SwapHook):
     """Runs our hooks on the model inside."""
 
-    becomes = "calls the hooks of its model"
+    becomes = "tells its model of padding"
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         hooks = [hook for hook in module.model._forward_pre_hooks.values() if isinstance(hook, SwapHook)]

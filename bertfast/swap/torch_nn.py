@@ -137,7 +137,7 @@ def _reason_of_encoder(encoder: nn.Module) -> str | None:
 
 
 _LAYER = ClassSwapper(TransformerEncoderLayer, "fused layer", reason_not_fused)
-_ENCODER = ClassSwapper(TransformerEncoder, "fused layers, padding removed once", _reason_of_encoder)
+_ENCODER = ClassSwapper(TransformerEncoder, "fused layers, can run without padding", _reason_of_encoder)
 _SWAPPERS = {nn.TransformerEncoderLayer: _LAYER, nn.TransformerEncoder: _ENCODER}
 _DECODERS = {nn.TransformerDecoder, nn.TransformerDecoderLayer}
 
