@@ -11,6 +11,7 @@ import transformers
 from torch import nn
 
 import bertfast
+from bertfast.swap import hf_layers, plain_ops
 from helpers.checkpoints import tiny_stock
 from helpers.models import NO_DROPOUT, assert_close, assert_same, inputs_of, labels_of, mask_of
 from helpers.project import run_python
@@ -218,3 +219,19 @@ def test_providers_are_not_loaded_for_packages_that_are_not(tmp_path):
     code = "import sys, torch, bertfast; bertfast.accelerate(torch.nn.Linear(2, 2)); "
     code += "assert not {'transformers', 'bertfast.swap.huggingface'} & set(sys.modules)"
     run_python("-c", code, cwd=tmp_path, path=PATH)
+
+
+@pytest.mark.parametrize(
+    ("small", "backends", "plain"),
+    [(2**17, ("auto",), True), (4, ("auto",), False), (2**17, ("cpu", "torch"), False)],
+)
+def test_small_batches_skip_the_dispatcher_unless_a_backend_is_named(monkeypatch, small, backends, plain):
+    calls = []
+    function = plain_ops.feed_forward
+    monkeypatch.setattr(plain_ops, "feed_forward", lambda *inputs: calls.append(1) or function(*inputs))
+    monkeypatch.setattr(hf_layers, "SMALL", small)
+    stock, model = stock_and_swapped("BertModel")
+    with torch.no_grad(), bertfast.use_backend(*backends):
+        out, wanted = (m(**inputs_of("BertModel")).last_hidden_state for m in (model, stock))
+    assert_close(out, wanted, "hidden states")
+    assert bool(calls) == plain

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from bertfast import BackendError, use_backend
-from bertfast.swap import torch_nn_masks, torch_nn_plain
+from bertfast.swap import plain_ops, torch_nn_masks
 from helpers.models import assert_close
 from helpers.swap_torch_nn import (
     ACTIVATIONS,
@@ -321,8 +321,8 @@ def test_precision(dtype, form, backend, small):
 def test_plain_functions_serve_the_cpu_unless_a_backend_is_named(monkeypatch):
     """Half precision is left to the ops: stock LayerNorm keeps its statistics in half precision there."""
     calls = []
-    function = torch_nn_plain.add_layer_norm
-    monkeypatch.setattr(torch_nn_plain, "add_layer_norm", lambda *a, **k: calls.append(1) or function(*a, **k))
+    function = plain_ops.add_layer_norm
+    monkeypatch.setattr(plain_ops, "add_layer_norm", lambda *a, **k: calls.append(1) or function(*a, **k))
     for dtype, backend, count in ((torch.float32, "auto", 2), (torch.bfloat16, "auto", 0), (torch.float32, "torch", 0)):
         del calls[:]
         swapped(layer_of().to(dtype), backend=backend)(source(dtype=dtype))

@@ -17,7 +17,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from bertfast import ops
 from bertfast.activations import Activation
 from bertfast.nn.plain import any_hooks, has_global_hooks, has_hooks, is_plain_tensor
-from bertfast.swap import torch_nn_plain
+from bertfast.swap import plain_ops
 from bertfast.swap.eligibility import dropout_of
 from bertfast.swap.torch_nn_native import call_native
 
@@ -177,12 +177,12 @@ def layer_forward(layer: nn.TransformerEncoderLayer, x: Tensor, layout: Layout) 
     attention, linear1, linear2 = children["self_attn"], children["linear1"], children["linear2"]
     inner_p, p1, p2 = (dropout_of(children[name]) for name in ("dropout", "dropout1", "dropout2"))
     activation = current_activation(layer)
-    plain = torch_nn_plain.is_preferred(x)
+    plain = plain_ops.is_preferred(x)
     if plain and layout.keys_only() and not (inner_p or p1 or p2 or _attention_p(attention)):
         output = call_native(layer, x, activation, layout.key_padding_mask)
         if output is not None:
             return output
-    functions = torch_nn_plain if plain else ops
+    functions = plain_ops if plain else ops
     norm1, norm2 = _norm(children["norm1"], plain), _norm(children["norm2"], plain)
     weights = (linear1.weight, linear1.bias, linear2.weight, linear2.bias)
     if layer.norm_first:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from bertfast.activations import Activation
 from bertfast.backends import is_transformed, needs_grad
-from bertfast.swap.torch_nn_plain import is_preferred
+from bertfast.swap.plain_ops import is_preferred
 
 # In fp32 on the CPU, up to that many numbers, padding is computed in one call of the layer rather than taken out in
 # several. Taking it out paid from (8, 16) on at width 256 and from (8, 128) on at width 64, in which half the tokens
