@@ -10,12 +10,19 @@ import torch
 import transformers
 
 import bertfast
+from bertfast.swap import hf_layers
 from helpers.checkpoints import tiny_stock
 from helpers.models import NO_DROPOUT, PADDING, assert_close, assert_same, inputs_of, labels_of, mask_of
 from helpers.swap import STOCK_HEADS, stock_and_swapped
 from helpers.tolerance import assert_models_within
 
 READS_FIRST_TOKEN = ("Model", "PreTraining", "NextSentencePrediction", "SequenceClassification", "MultipleChoice")
+
+
+@pytest.fixture(autouse=True, params=["ops", "plain_ops"])
+def functions(request, monkeypatch):
+    """What layers compute with: small batches, as all of these are, would never reach the ops."""
+    monkeypatch.setattr(hf_layers, "SMALL", -1 if request.param == "ops" else 2**17)
 
 
 def reads_first_token(name: str) -> bool:
