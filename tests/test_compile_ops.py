@@ -12,12 +12,7 @@ from bertfast.packing import Packing, repad, unpad
 from helpers.op_cases import random
 from helpers.tolerance import random_cotangents
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def numbers(seed, *shape):

@@ -8,6 +8,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from helpers.models import assert_close, assert_same_gradients, gradients, inputs_of, labels_of, mask_of, pair
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 BASES = ["BertModel", "RobertaModel", "DistilBertModel"]
 HEADS = ["BertForMaskedLM", "RobertaForSequenceClassification", "DistilBertForQuestionAnswering"]
 
@@ -15,13 +17,6 @@ HEADS = ["BertForMaskedLM", "RobertaForSequenceClassification", "DistilBertForQu
 def shallow(name, **fields):
     """Ours with one layer: compiling takes its time by the layer."""
     return pair(name, num_hidden_layers=1, **fields)[1]
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def batch(name, rows, length, kind="right", seed=0):
