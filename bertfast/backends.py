@@ -255,12 +255,16 @@ def is_transformed() -> bool:
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
+def has_values(tensor: Tensor) -> bool:
+    """Whether there are values to look at: a compiler's trace, `torch.func`, meta and fake tensors have none."""
+    without = torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor) or is_transformed()
+    return not without
+
+
 def is_traced(tensor: Tensor) -> bool:
-    """Whether values cannot be read: traces, `torch.func` and a CUDA graph's capture must not depend on them, and fake
-    tensors have none."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed():
-        return True
-    if tensor.is_meta or isinstance(tensor, FakeTensor):
+    """Whether nothing may depend on values: there are none, or they are recorded, by `torch.jit.trace` or a CUDA
+    graph's capture, for others that come later."""
+    if not has_values(tensor) or torch.jit.is_tracing():
         return True
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 

@@ -10,9 +10,40 @@ from bertfast.nn.layer_norm import FusedAddLayerNorm
 from bertfast.nn.plain import is_plain
 
 
-def _is_plain_table(table: nn.Embedding) -> bool:
-    special = table.max_norm is not None or table.scale_grad_by_freq or table.sparse
-    return is_plain(table, nn.Embedding) and not special
+def is_plain_table(table: nn.Module) -> bool:
+    """Whether `table` is plain, and looking up its rows is all that it does."""
+    if not is_plain(table, nn.Embedding):
+        return False
+    return table.max_norm is None and not table.scale_grad_by_freq and not table.sparse
+
+
+def embed(
+    input_ids: Tensor | None,
+    token_type_ids: Tensor | None,
+    position_ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+    word: nn.Embedding,
+    position: nn.Embedding,
+    token_type: nn.Embedding | None,
+    norm: nn.Module,
+    dropout_p: float,
+) -> Tensor:
+    """`ops.embed_layer_norm` over plain tables and the weight, bias and eps of a LayerNorm."""
+    return ops.embed_layer_norm(
+        input_ids,
+        token_type_ids,
+        position_ids,
+        word.weight,
+        position.weight,
+        None if token_type is None else token_type.weight,
+        norm.weight,
+        norm.bias,
+        norm.eps,
+        dropout_p=dropout_p,
+        padding_idx=word.padding_idx,
+        position_padding_idx=position.padding_idx,
+        inputs_embeds=inputs_embeds,
+    )
 
 
 class FusedBertEmbeddings(nn.Module):
@@ -85,21 +116,16 @@ class FusedBertEmbeddings(nn.Module):
             position_ids = self.position_ids_of(input_ids, inputs_embeds)
         dropout_p = self.dropout if self.training else 0.0
         if self._is_plain():
-            types = self.token_type_embeddings
-            return ops.embed_layer_norm(
+            return embed(
                 input_ids,
                 token_type_ids,
                 position_ids,
-                self.word_embeddings.weight,
-                self.position_embeddings.weight,
-                None if types is None else types.weight,
-                self.LayerNorm.weight,
-                self.LayerNorm.bias,
-                self.LayerNorm.eps,
-                dropout_p=dropout_p,
-                padding_idx=self.word_embeddings.padding_idx,
-                position_padding_idx=self.position_embeddings.padding_idx,
-                inputs_embeds=inputs_embeds,
+                inputs_embeds,
+                self.word_embeddings,
+                self.position_embeddings,
+                self.token_type_embeddings,
+                self.LayerNorm,
+                dropout_p,
             )
         total = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         if self.token_type_embeddings is not None:
@@ -111,4 +137,4 @@ class FusedBertEmbeddings(nn.Module):
 
     def _is_plain(self) -> bool:
         tables = (self.word_embeddings, self.position_embeddings, self.token_type_embeddings)
-        return is_plain(self.LayerNorm, FusedAddLayerNorm) and all(t is None or _is_plain_table(t) for t in tables)
+        return is_plain(self.LayerNorm, FusedAddLayerNorm) and all(t is None or is_plain_table(t) for t in tables)

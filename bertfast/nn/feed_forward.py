@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -15,19 +18,11 @@ def feed_forward(
     dense_in: nn.Module,
     dense_out: nn.Module,
     activation: str | Activation,
-    recompute_activation: bool = False,
+    op: Callable[..., Tensor] = ops.feed_forward,
 ) -> Tensor:
-    """`ops.feed_forward` over the weights of two linear modules, or their calls where they are not plain."""
+    """`op` over the weights of two linear modules, or their calls where they are not plain."""
     if is_plain(dense_in, nn.Linear) and is_plain(dense_out, nn.Linear):
-        return ops.feed_forward(
-            x,
-            dense_in.weight,
-            dense_in.bias,
-            dense_out.weight,
-            dense_out.bias,
-            activation,
-            recompute_activation=recompute_activation,
-        )
+        return op(x, dense_in.weight, dense_in.bias, dense_out.weight, dense_out.bias, activation)
     return dense_out(get_activation(activation)(dense_in(x)))
 
 
@@ -71,4 +66,5 @@ class FusedFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., N) to (..., N)."""
-        return feed_forward(x, self.dense_in, self.dense_out, self.activation, self.recompute_activation)
+        op = partial(ops.feed_forward, recompute_activation=self.recompute_activation)
+        return feed_forward(x, self.dense_in, self.dense_out, self.activation, op)

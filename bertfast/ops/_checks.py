@@ -9,9 +9,8 @@ import os
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 
-from bertfast.backends import is_transformed
+from bertfast.backends import has_values
 
 
 def check_required(names: tuple[str, ...], *tensors: Tensor) -> None:
@@ -76,7 +75,7 @@ def values_are_checked(tensor: Tensor) -> bool:
     On the CPU they always do. On a GPU they would cost a transfer that stalls the stream, so they need
     `BERTFAST_VALIDATE=1`. A trace has no values to look at, nor have `torch.func` and fake tensors.
     """
-    if torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor) or is_transformed():
+    if not has_values(tensor):
         return False
     return tensor.device.type == "cpu" or os.environ.get("BERTFAST_VALIDATE") == "1"
 

@@ -192,12 +192,12 @@ def accelerate(model: nn.Module, *, unpad: bool = True, backend: str = "auto", s
     providers = list(_providers())
     for name, module in modules:
         kind = type(module).__name__
-        swapper = next(filter(None, (provider.swapper_for(module) for provider in providers)), None)
         if hasattr(type(module), STOCK) or our_hooks(module):
             report.swapped[name] = (kind, "swapped already")
             todo.append(lambda module=module: _set_options(module, options))
             again += 1
             continue
+        swapper = next(filter(None, (provider.swapper_for(module) for provider in providers)), None)
         if swapper is not None:
             reason = swapper.reason(module)
         else:

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from bertfast import ops
-from bertfast.nn.plain import has_global_hooks, is_plain
+from bertfast.nn.embeddings import embed, is_plain_table
+from bertfast.nn.plain import has_global_hooks
 from bertfast.swap.core import SwappedForward
 from bertfast.swap.eligibility import dropout_of, is_readable_norm, may_skip_call
 from bertfast.swap.hf_layers import DROPOUT
-
-
-def _is_plain_table(table: nn.Module) -> bool:
-    if not is_plain(table, nn.Embedding):
-        return False
-    return table.max_norm is None and not table.scale_grad_by_freq and not table.sparse
 
 
 class FusedEmbeddings(SwappedForward):
@@ -28,7 +22,7 @@ class FusedEmbeddings(SwappedForward):
         tables = (children["word_embeddings"], children["position_embeddings"], children.get("token_type_embeddings"))
         return (
             not has_global_hooks()
-            and all(table is None or _is_plain_table(table) for table in tables)
+            and all(table is None or is_plain_table(table) for table in tables)
             and (tables[2] is None or tables[2].padding_idx is None)
             and is_readable_norm(children["LayerNorm"])
             and may_skip_call(children["dropout"], DROPOUT)
@@ -43,22 +37,16 @@ class FusedEmbeddings(SwappedForward):
     ) -> Tensor:
         """(B, S, N) by `ops.embed_layer_norm`."""
         children = self._modules
-        word, position, norm = children["word_embeddings"], children["position_embeddings"], children["LayerNorm"]
-        types = children.get("token_type_embeddings")
-        return ops.embed_layer_norm(
+        return embed(
             input_ids,
             token_type_ids,
             position_ids,
-            word.weight,
-            position.weight,
-            None if types is None else types.weight,
-            norm.weight,
-            norm.bias,
-            norm.eps,
-            dropout_p=dropout_of(children["dropout"]),
-            padding_idx=word.padding_idx,
-            position_padding_idx=position.padding_idx,
-            inputs_embeds=inputs_embeds,
+            inputs_embeds,
+            children["word_embeddings"],
+            children["position_embeddings"],
+            children.get("token_type_embeddings"),
+            children["LayerNorm"],
+            dropout_of(children["dropout"]),
         )
 
 

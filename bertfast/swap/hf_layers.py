@@ -17,7 +17,7 @@ from bertfast.activations import Activation
 from bertfast.backends import is_traced
 from bertfast.nn.attention import self_attention
 from bertfast.nn.feed_forward import feed_forward
-from bertfast.nn.plain import has_global_hooks, is_plain
+from bertfast.nn.plain import has_global_hooks
 from bertfast.swap import plain_ops
 from bertfast.swap.core import SwappedForward
 from bertfast.swap.eligibility import (
@@ -227,12 +227,8 @@ class FusedLayer(SwappedForward):
         attended = _add_norm(
             parts.attention_out(context), hidden_states, parts.attention_norm, parts.attention_out_dropout, small
         )
-        dense_in, dense_out, activation = parts.ffn_in, parts.ffn_out, activation_of(parts.activation)
-        if small and is_plain(dense_in, nn.Linear) and is_plain(dense_out, nn.Linear):
-            weights = (dense_in.weight, dense_in.bias, dense_out.weight, dense_out.bias)
-            output = plain_ops.feed_forward(attended, *weights, activation)
-        else:
-            output = feed_forward(attended, dense_in, dense_out, activation)
+        op = plain_ops.feed_forward if small else ops.feed_forward
+        output = feed_forward(attended, parts.ffn_in, parts.ffn_out, activation_of(parts.activation), op)
         return _add_norm(output, attended, parts.ffn_norm, parts.ffn_dropout, small)
 
 
