@@ -16,16 +16,16 @@ blocks are whole, and may be loaded through a tensor descriptor.
 
 FLOPs: 4 S_q S_k D a head. Bytes, with e-byte elements: (2 S_q + 2 S_k) D e a head, the floor, and 8 S_q.
 
-Exponentials count beside FLOPs. Read from machine code (bf16, no mask, head dim 64, 64 keys a step), a
+Exponentials count beside FLOPs. Read from machine code (Triton 3.9, bf16, no mask, head dim 64, 64 keys a step), a
 thread's 32 scores take
 
-    8.0    349 instructions: 64 HMMA, 34 MUFU.EX2, 36 FMNMX, 36 FADD, 34 FFMA, 34 FMUL (out rescaled), 16 F2FP, 32 LDSM
+    8.0    399 instructions: 64 HMMA, 34 MUFU.EX2, 36 FMNMX, 36 FADD, 34 FFMA, 34 FMUL (out rescaled), 16 F2FP, 32 LDSM
     9.0    299:               8 HGMMA, 34 MUFU.EX2, 36 FMNMX, 36 FADD, 34 FFMA, 34 FMUL, 16 F2FP
     10.0   292:               8 UTCHMMA, 33 MUFU.EX2, 19 FMNMX and FMNMX3, 18 FADD and FADD2, 33 FFMA, 33 FMUL, 16 F2FP
 
 and a scheduler, which issues one a clock and makes 4 exponentials, has of a tile's step
 
-    8.0    one warp,  64 queries: 512 clocks of products, 272 of exponentials, 349 of issue
+    8.0    one warp,  64 queries: 512 clocks of products, 272 of exponentials, 399 of issue
     9.0    two warps, 128:        512,                    544,                 598
     10.0   two warps, 128:        256,                    528,                 584
 

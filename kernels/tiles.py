@@ -333,7 +333,8 @@ def attention_fwd(queries: int, head_dim: int, item_size: int, crowded: bool, ca
     * `wgmma` and `tcgen05`: 128 queries by two warpgroups read each key once for 128 queries. Long sequences ask L2 for
       32 bytes a clock and multiprocessor at most; 64 queries would ask for 64, which no card has. Up to 64 queries take
       one warpgroup. 3 stages of 16 KiB; 2 on 100, where a third spills.
-    * `mma.sync`: 64 queries by 4 warps, 16 each. 128 by 4 warps spill. 64 keys a step, or 32 where `crowded`.
+    * `mma.sync`: 64 queries by 4 warps, 16 each. 128 by 4 warps spill. 64 keys a step, or 32 where `crowded`. 2 stages;
+      3 on 80, where with 2 and a mask of keys ptxas spills 16 bytes to fit a third program (Triton 3.8).
 
     Wider heads keep fewer scores (and on `mma.sync` fewer queries), because sums of out and the queries take what they
     leave.
@@ -351,7 +352,8 @@ def attention_fwd(queries: int, head_dim: int, item_size: int, crowded: bool, ca
             return _attention_tile(block_m, block_n, head_dim, num_warps, 2)
         return _attention_tile(block_m, 64, head_dim, num_warps, 3 if capability < 100 else 2)
     block_n = 32 if crowded else 64
-    return _attention_tile(64 if head_dim <= 64 else 32, block_n, head_dim, 4, 2)
+    num_stages = 3 if capability == 80 and head_dim <= 64 and not crowded else 2
+    return _attention_tile(64 if head_dim <= 64 else 32, block_n, head_dim, 4, num_stages)
 
 
 def attention_bwd_dq(queries: int, head_dim: int, item_size: int, crowded: bool, capability: int) -> AttentionTile:

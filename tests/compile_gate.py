@@ -1,7 +1,7 @@
 """Compiles what the Triton launchers really launch, for GPUs that are not there, and holds it to the committed table.
 
     python tests/compile_gate.py                 check, for the targets of every call
-    python tests/compile_gate.py --write         check, and write tests/compiled/triton-<version>.csv
+    python tests/compile_gate.py --write         check; with no errors, write tests/compiled/triton-<version>.csv
     python tests/compile_gate.py --targets 86,89 for these capabilities, which the table need not list
     python tests/compile_gate.py --calls 768     the calls whose names match; nothing is missed then
     python tests/compile_gate.py --sample 8      one in 8 compilations, if the table was written from these very sources
@@ -221,10 +221,10 @@ def main() -> int:
     errors += [f"{variant.row}: {what}" for variant in variants for what in complaints(variant.row, variant.facts)]
     if whole:
         errors += [f"{name}: no call launches it" for name in sorted(defined_kernels() - launched)]
-    if options.write:
+    if options.write and not errors:
         write_table(table_path(triton.__version__), rows)
         note_sources(triton.__version__)
-    else:
+    elif not options.write:
         errors += compare(rows, table_path(triton.__version__), whole)
     spilled = [f"{row}: {row.stack} bytes of spilled registers" for row in rows if row.stack]
     seconds = time.perf_counter() - started
