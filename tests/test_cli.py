@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -12,11 +13,14 @@ from importlib import resources
 import pytest
 import torch
 
+from bertfast import _extension, backends
 from bertfast.backends import OPS
 from bertfast.cli.params import parameter_table
+from bertfast.ops import _library
 from bertfast.tokenization import Tokenizer
 from helpers.command_line import bertfast, error_of, minilm, python, run_here, tiny_checkpoint, write_json
 
+INFO = importlib.import_module("bertfast.cli.info")  # the package's own `info` is the command
 BASE_TOTAL = 109_482_240
 
 
@@ -76,6 +80,50 @@ def test_info(capsys):
     shown = run_here(capsys, "info")
     assert shown.returncode == 0 and shown.stderr == ""
     assert "add_layer_norm" in shown.stdout and torch.version.git_version not in shown.stdout
+
+
+@pytest.fixture
+def cuda_row(monkeypatch):
+    """What `info` says of an op on `cuda` with an extension of some status, and whether it advises anything."""
+
+    def row(*status: str, **record) -> tuple[str | None, bool]:
+        monkeypatch.setattr(_extension, "STATUS", _extension.ExtensionStatus(*status, info=record))
+        monkeypatch.setattr(_extension, "verify_hash", lambda: True)
+        capability = backends.Capability(
+            "attention", "cuda", print, devices=frozenset({"cuda"}), unavailable=_library.cuda_unavailable
+        )
+        monkeypatch.setattr(backends, "candidates", lambda: [capability])
+        report = INFO.collect()
+        (found,) = report["backends"]
+        return found["unavailable"], "cuda" in report["advice"]
+
+    return row
+
+
+def test_info_of_cuda_kernels_without_a_gpu(cuda_row, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert cuda_row("loaded", archs=["8.0", "9.0a"]) == ("built, no GPU here", False)
+    shown = run_here(capsys, "info").stdout
+    assert re.search(r"^attention +cuda +built, no GPU here *$", shown, re.MULTILINE)
+
+
+def test_info_of_cuda_kernels_with_a_gpu(cuda_row, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(INFO, "_gpu", lambda index: {"name": "a GPU", "capability": "9.0", "memory_gib": 80.0})
+    assert cuda_row("loaded", archs=["9.0a"]) == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [
+        (("not_built", "pure Python"), "pure Python"),
+        (("broken", "it does not load"), "it does not load"),
+        (("loaded", "CUDA kernels skipped: there is no nvcc"), "CUDA kernels skipped: there is no nvcc"),
+        (("loaded",), "the extension was built without CUDA kernels"),
+    ],
+)
+def test_info_of_cuda_kernels_that_were_not_built(cuda_row, status, reason):
+    assert cuda_row(*status, archs=[]) == (reason, True)
 
 
 def test_info_without_triton_and_transformers():

@@ -28,6 +28,7 @@ ROW = Row(
     wide_stores=2,
     matrix="",
 )
+TABLES = sorted(FOLDER.glob("triton-*.csv"))
 MEMORY_BOUND = Facts(half=True, dots=0, rows=16, aligned=True, tf32=False)
 GEMM = Facts(half=True, dots=1, rows=128, aligned=True, tf32=False)
 
@@ -52,7 +53,7 @@ def test_a_table_is_of_its_sources_until_they_change(monkeypatch, tmp_path):
     assert not compiled.is_written_from("3.9.0")
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.csv")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
 def test_no_committed_table_has_spills_in_half_precision(path):
     """Samples do not see every row. The gate allows 8 bytes, and those in kernels with matrix products alone."""
     half = [row for row in read_table(path) if re.search(r"\b(bf16|fp16)\b", row.call)]
@@ -61,7 +62,7 @@ def test_no_committed_table_has_spills_in_half_precision(path):
 
 
 def test_every_table_notes_its_sources():
-    assert {path.stem for path in FOLDER.glob("*.csv")} == json.loads(compiled.SOURCES.read_text()).keys()
+    assert {path.stem for path in TABLES} == json.loads(compiled.SOURCES.read_text()).keys()
 
 
 def test_a_sound_row():
@@ -90,7 +91,7 @@ def test_a_descriptor_that_is_not_used():
     assert found == "loads by tensor descriptor are no bulk copies"
 
 
-@pytest.mark.parametrize("table", sorted(FOLDER.glob("*.csv")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("table", TABLES, ids=lambda path: path.stem)
 def test_attention_of_long_sequences_loads_by_descriptor_where_the_card_can(table):
     calls = {"attention 512 x 64 bf16 inference", "varlen_attention 512 x 64 bf16 inference"}
     rows = [row for row in read_table(table) if row.kernel == "attention_fwd_kernel" and row.call in calls]
@@ -176,7 +177,7 @@ def test_tables_are_read_as_written(tmp_path):
 
 
 def test_the_tables_name_the_same_variants():
-    keys = {path.name: {row.key for row in read_table(path)} for path in sorted(FOLDER.glob("*.csv"))}
+    keys = {path.name: {row.key for row in read_table(path)} for path in TABLES}
     assert len(keys) >= 3
     assert len(set(map(frozenset, keys.values()))) == 1
 

@@ -93,6 +93,14 @@ def triton_inside(function):
     return pinned
 
 
+def cuda_inside(function):
+    def pinned(*args):
+        with use_backend("cuda", "torch"):
+            return function(*args)
+
+    return pinned
+
+
 def unchanged(function):
     return function
 
@@ -100,10 +108,12 @@ def unchanged(function):
 # How a backend is pinned: what is traced, and what is around the call.
 AUTO = (unchanged, nullcontext)
 INSIDE = (triton_inside, nullcontext)
+CUDA = (cuda_inside, nullcontext)
 AROUND = (unchanged, on_triton)
 NO_TRITON = not _library.INTERPRETED or _library.triton_unavailable() is not None
 PINS = [
     pytest.param(AUTO, id="auto"),
+    pytest.param(CUDA, id="cuda inside"),
     pytest.param(INSIDE, id="triton inside", marks=pytest.mark.skipif(NO_TRITON, reason="needs Triton")),
     pytest.param(AROUND, id="triton around", marks=pytest.mark.skipif(NO_TRITON, reason="needs Triton")),
 ]
@@ -394,7 +404,7 @@ def test_gradients_of_each_sample(name):
             torch.testing.assert_close(ours[i], eager, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "triton"])
+@pytest.mark.parametrize("backend", ["cpu", "cuda", "triton"])
 @pytest.mark.parametrize("transform", ["vmap", "jvp", "dual"])
 def test_a_fused_backend_that_is_named_refuses_transforms(transform, backend):
     x, ones = numbers(0, 3, 8).detach(), torch.ones(8)

@@ -257,7 +257,7 @@ def _one(value):
         ({"eps": float("nan")}, ValueError, "eps must be 0 or more"),
         ({"input_ids": [[1, 2]]}, TypeError, "input_ids must be a tensor, got list"),
         ({"token_type": torch.ones(0, 4), "token_type_ids": None}, ValueError, "token_type has no row 0"),
-        ({"backend": "cuda"}, BackendError, "cuda: "),
+        ({"weight": torch.ones(4).double(), "backend": "cuda"}, BackendError, "cuda: dtype float64"),
     ],
 )
 def test_wrong_arguments(changes, error, message):

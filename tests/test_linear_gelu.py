@@ -275,6 +275,10 @@ def _arguments(**changes):
     return {"x": torch.ones(2, 8), "weight": torch.ones(5, 8), "bias": torch.ones(5), **changes}
 
 
+def _in_float64():
+    return {name: t.double() for name, t in _arguments().items()}
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -291,7 +295,7 @@ def _arguments(**changes):
         ({"x": torch.ones(())}, ValueError, "x must have at least 1"),
         ({"bias": torch.ones(5, device="meta")}, ValueError, "bias is on meta, expected cpu"),
         ({"approximate": "erf"}, ValueError, "approximate must be 'none' or 'tanh', got 'erf'"),
-        ({"backend": "cuda"}, BackendError, "cuda: "),
+        ({**_in_float64(), "backend": "cuda"}, BackendError, "cuda: dtype float64"),
     ],
 )
 def test_wrong_arguments(changes, error, message):

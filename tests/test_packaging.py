@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import re
@@ -20,15 +19,12 @@ import torch
 from build import ProjectBuilder
 
 import bertfast
-from helpers.project import ROOT, block, copy_tree, run_python
+from helpers.project import ROOT, block, copy_tree, load_setup, run_python
 
 
 @pytest.fixture(scope="module")
 def setup_py():
-    spec = importlib.util.spec_from_file_location("bertfast_setup", ROOT / "setup.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_setup()
 
 
 @pytest.fixture(scope="module")
@@ -233,12 +229,61 @@ def cuda_extension(setup_py, monkeypatch):
     return setup_py.make_extension("cuda")
 
 
+@pytest.fixture
+def path_with_nvcc(setup_py, monkeypatch, tmp_path):
+    """Puts a script on PATH that passes calls on to the nvcc of a toolkit elsewhere, as far as --dryrun goes."""
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.setenv(name, "")
+    script = tmp_path / "nvcc"
+    script.write_text(f"#!/bin/sh\necho '#$ _SPACE_= ' >&2\necho '#$ TOP={tmp_path}/cuda/bin/..' >&2\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return script
+
+
+def test_the_cuda_toolkit_is_the_one_that_nvcc_names(setup_py, path_with_nvcc):
+    (path_with_nvcc.parent / "cuda" / "bin").mkdir(parents=True)
+    setup_py.set_cuda_home()
+    assert os.environ["CUDA_HOME"] == str(path_with_nvcc.parent / "cuda")
+
+
+def test_the_cuda_toolkit_that_was_set_stays(setup_py, path_with_nvcc, monkeypatch):
+    monkeypatch.setenv("CUDA_PATH", "/somewhere")
+    setup_py.set_cuda_home()
+    assert os.environ["CUDA_HOME"] == ""
+
+
+@pytest.mark.parametrize("script", ["#!/bin/sh\nexit 1\n", None])
+def test_the_cuda_toolkit_is_left_to_torch_where_nvcc_does_not_tell(setup_py, path_with_nvcc, script):
+    path_with_nvcc.write_text(script) if script else path_with_nvcc.unlink()
+    setup_py.set_cuda_home()
+    assert os.environ["CUDA_HOME"] == ""
+
+
+def test_files_of_one_stem_have_objects_of_their_own(setup_py, monkeypatch):
+    from setuptools import Distribution
+    from setuptools._distutils.ccompiler import new_compiler
+    from torch.utils.cpp_extension import BuildExtension
+
+    monkeypatch.setattr(
+        BuildExtension, "build_extensions", lambda command: command.compiler.src_extensions.append(".cu")
+    )
+    command = setup_py.commands("cuda", ["cuda"], [])["build_ext"](Distribution())
+    command.compiler = new_compiler()
+    command.build_extensions()
+    files = ["csrc/cpu/op.cpp", "csrc/cuda/op.cpp", "csrc/cuda/op.cu"]
+    objects = command.compiler.object_filenames(files, output_dir="temp")
+    assert objects == ["temp/csrc/cpu/op.o", "temp/csrc/cuda/op.o", "temp/csrc/cuda/op.cuda.o"]
+
+
 def test_both_compilers_target_the_stable_abi(cuda_extension):
     for flags in cuda_extension["extra_compile_args"].values():
         assert "-DTORCH_TARGET_VERSION=0x020b000000000000" in flags
         assert "-DUSE_CUDA" in flags
         assert not [flag for flag in flags if flag.startswith(("-march", "--use_fast_math", "-ffast-math"))]
     assert os.environ["TORCH_CUDA_ARCH_LIST"] == "8.0;9.0a"
+    host = [flag for flag in cuda_extension["extra_compile_args"]["nvcc"] if flag.startswith("-Xcompiler=")]
+    assert host == [f"-Xcompiler=-fvisibility=hidden,-Wall,-ffile-prefix-map={ROOT}/="]
 
 
 def test_the_version_is_the_same_everywhere():

@@ -15,6 +15,8 @@ REMEDIES = {
     "cuda": "build the extension with CUDA: BERTFAST_BUILD=cuda pip install --no-build-isolation bertfast",
     "triton": "on a machine with an NVIDIA GPU, install Triton: pip install 'bertfast[triton]'",
 }
+# There is nothing to install.
+NO_GPU = {"cuda": "built, no GPU here", "triton": "installed, no GPU here"}
 
 
 @click.command()
@@ -35,10 +37,9 @@ def collect() -> dict:
     import bertfast
     from bertfast import backends
 
-    rows = [
-        {"op": candidate.op, "backend": candidate.backend, "unavailable": candidate.unavailable_reason()}
-        for candidate in backends.candidates()
-    ]
+    gpus = [_gpu(index) for index in range(torch.cuda.device_count())]
+    candidates = backends.candidates()
+    lacking = {candidate.backend for candidate in candidates if candidate.unavailable_reason()}
     return {
         "versions": {
             "bertfast": bertfast.__version__,
@@ -48,15 +49,21 @@ def collect() -> dict:
         "system": f"{platform.system()} {platform.machine()}",
         "torch_threads": torch.get_num_threads(),
         "cuda": torch.version.cuda,
-        "gpus": [_gpu(index) for index in range(torch.cuda.device_count())],
+        "gpus": gpus,
         "extension": _extension(),
-        "backends": rows,
-        "advice": {
-            name: remedy
-            for name, remedy in REMEDIES.items()
-            if any(row["backend"] == name and row["unavailable"] for row in rows)
-        },
+        "backends": [
+            {"op": candidate.op, "backend": candidate.backend, "unavailable": _unavailable(candidate, gpus)}
+            for candidate in candidates
+        ],
+        "advice": {name: remedy for name, remedy in REMEDIES.items() if name in lacking},
     }
+
+
+def _unavailable(candidate, gpus: list[dict]) -> str | None:
+    reason = candidate.unavailable_reason()
+    if reason is None and candidate.devices == {"cuda"} and not gpus:
+        return NO_GPU[candidate.backend]
+    return reason
 
 
 def _version(name: str) -> str | None:

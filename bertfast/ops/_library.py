@@ -62,6 +62,14 @@ def extension_unavailable() -> str | None:
     return None if status.state == "loaded" else status.reason
 
 
+def cuda_unavailable() -> str | None:
+    """Why CUDA kernels of `bertfast._C` cannot run, or None. Does not ask for a GPU: a call knows its device."""
+    status = _extension.STATUS
+    if status.state != "loaded" or status.info.get("archs"):
+        return extension_unavailable()
+    return status.reason or "the extension was built without CUDA kernels"
+
+
 def _triton_reason() -> str | None:
     if torch.version.hip is not None:
         return "the Triton kernels are written for NVIDIA GPUs, this torch is built for ROCm"

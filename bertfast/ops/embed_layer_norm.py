@@ -6,8 +6,8 @@ position and token type rows stay in cache.
 
 from __future__ import annotations
 
-import functools
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +28,11 @@ from bertfast.ops._checks import (
     check_tensors,
     values_are_checked,
 )
-from bertfast.ops._library import TRITON_DEVICES, define, extension_unavailable, triton_unavailable
+from bertfast.ops._library import TRITON_DEVICES, cuda_unavailable, define, extension_unavailable, triton_unavailable
 from bertfast.ops._once import distinct, once
 from bertfast.ops.layer_norm import add_layer_norm
+
+_BACKENDS = ("triton", "cuda")
 
 
 def _fwd_fake(
@@ -56,26 +58,9 @@ def _fwd_fake(
     return out, total, mean, torch.empty_like(mean)
 
 
-def _bwd_fake(
-    dout,
-    total,
-    mean,
-    rstd,
-    weight,
-    input_ids,
-    token_type_ids,
-    position_ids,
-    seed,
-    dropout_p,
-    word_rows,
-    token_type_rows,
-    position_rows,
-    padding_idx,
-    position_padding_idx,
-):
+def _bwd_fake(dout, total, mean, rstd, weight, seed, dropout_p):
     dweight = weight.new_empty(weight.shape, dtype=torch.float32)
-    tables = [total.new_empty((rows, total.shape[-1])) for rows in (word_rows, token_type_rows, position_rows)]
-    return total.new_empty(total.shape), dweight, torch.empty_like(dweight), *tables
+    return total.new_empty(total.shape), dweight, torch.empty_like(dweight)
 
 
 _FWD = define(
@@ -84,19 +69,50 @@ _FWD = define(
     " Tensor position, Tensor? token_type, Tensor weight, Tensor bias, Tensor? seed, float eps, float dropout_p,"
     " ScalarType dtype, bool need_sum) -> (Tensor out, Tensor sum, Tensor mean, Tensor rstd)",
     _fwd_fake,
-    ("triton",),
+    _BACKENDS,
     launcher="embed_layer_norm",
 )
 _BWD = define(
     "embed_layer_norm_bwd",
-    "(Tensor dout, Tensor sum, Tensor mean, Tensor rstd, Tensor weight, Tensor? input_ids, Tensor? token_type_ids,"
-    " Tensor? position_ids, Tensor? seed, float dropout_p, SymInt word_rows, SymInt token_type_rows,"
-    " SymInt position_rows, SymInt? padding_idx, SymInt? position_padding_idx)"
-    " -> (Tensor dsum, Tensor dweight, Tensor dbias, Tensor dword, Tensor dtoken_type, Tensor dposition)",
+    "(Tensor dout, Tensor sum, Tensor mean, Tensor rstd, Tensor weight, Tensor? seed, float dropout_p)"
+    " -> (Tensor dsum, Tensor dweight, Tensor dbias)",
     _bwd_fake,
-    ("triton",),
+    _BACKENDS,
     launcher="embed_layer_norm",
 )
+
+
+def _table_gradient(dsum: Tensor, ids: Tensor | None, rows: int, padding_idx: int | None) -> Tensor:
+    """dsum (..., S, N) summed by id, (rows, N): over broadcast dimensions first, then by torch's embedding backward,
+    which sorts and needs no atomics. What is padding or outside the table goes to a row behind it, which torch leaves
+    alone."""
+    ids = ids.reshape((1,) * (dsum.dim() - 1 - ids.dim()) + ids.shape)
+    repeated = [dim for dim, size in enumerate(ids.shape) if size != dsum.shape[dim]]
+    if repeated:
+        dsum = dsum.sum(repeated, keepdim=True)
+    counted = (ids >= 0) & (ids < rows)
+    if padding_idx is not None:
+        counted &= ids != padding_idx
+    ids = torch.where(counted, ids, rows)
+    return torch.ops.aten.embedding_dense_backward(dsum, ids, rows + 1, rows, False)[:rows]
+
+
+def _backward(
+    backend, dropout_p, rows, paddings, dout, total, mean, rstd, weight, input_ids, token_type_ids, position_ids, seed
+):
+    """Gradients of the sum, of weight and bias, and of the word, position and token type tables; of a table whose
+    `rows` are None it is not wanted."""
+    dsum, dweight, dbias = _BWD[backend](dout, total, mean, rstd, weight, seed, dropout_p)
+    if token_type_ids is None:
+        token_type_ids = dsum.new_zeros(1, dtype=torch.int64)
+    if position_ids is None:
+        position_ids = torch.arange(dsum.shape[-2], device=dsum.device)
+    ids = input_ids, position_ids, token_type_ids
+    tables = (
+        None if count is None else _table_gradient(dsum, i, count, padding)
+        for i, count, padding in zip(ids, rows, (*paddings, None), strict=True)
+    )
+    return dsum, dweight, dbias, *tables
 
 
 class _EmbedLayerNorm(torch.autograd.Function):
@@ -133,17 +149,18 @@ class _EmbedLayerNorm(torch.autograd.Function):
         ctx.backend, ctx.dropout_p = backend, dropout_p
         ctx.paddings = padding_idx, position_padding_idx
         ctx.dtypes = tuple(None if t is None else t.dtype for t in (*tables, weight, bias))
-        ctx.rows = tuple(0 if t is None else t.shape[0] for t in tables[1:])
+        ctx.rows = tuple(None if t is None else t.shape[0] for t in tables[1:])
         ctx.set_materialize_grads(False)
         return (out, total) if sum_is_output else (out, None)
 
     @staticmethod
     def backward(ctx, dout, _):
         total, mean, rstd, weight, input_ids, token_type_ids, position_ids, seed = ctx.saved_tensors
-        _, _, _, need_embeds, need_word, need_position, need_token_type, *_ = ctx.needs_input_grad
-        need_word = need_word and input_ids is not None
-        word_rows, position_rows, token_type_rows = ctx.rows
-        dsum, dweight, dbias, dword, dtoken_type, dposition = once("embed_layer_norm", _BWD[ctx.backend])(
+        _, _, _, need_embeds, need_word, *need_others = ctx.needs_input_grad
+        needed = need_word and input_ids is not None, *need_others[:2]
+        rows = tuple(count if need else None for count, need in zip(ctx.rows, needed, strict=True))
+        backward = partial(_backward, ctx.backend, ctx.dropout_p, rows, ctx.paddings)
+        dsum, dweight, dbias, *tables = once("embed_layer_norm", backward)(
             torch.zeros_like(total) if dout is None else dout,
             total,
             mean,
@@ -153,20 +170,8 @@ class _EmbedLayerNorm(torch.autograd.Function):
             token_type_ids,
             position_ids,
             seed,
-            ctx.dropout_p,
-            word_rows if need_word else 0,
-            token_type_rows if need_token_type else 0,
-            position_rows if need_position else 0,
-            *ctx.paddings,
         )
-        gradients = (
-            dsum if need_embeds else None,
-            dword if need_word else None,
-            dposition if need_position else None,
-            dtoken_type if need_token_type else None,
-            dweight,
-            dbias,
-        )
+        gradients = (dsum if need_embeds else None, *tables, dweight, dbias)
         cast = (None if g is None else g.to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True))
         return (*(None,) * 3, *cast, *(None,) * 8)
 
@@ -361,12 +366,12 @@ def embed_layer_norm(
     )
 
 
-register(Capability("embed_layer_norm", "torch", functools.partial(_composed, "torch")))
+register(Capability("embed_layer_norm", "torch", partial(_composed, "torch")))
 register(
     Capability(
         "embed_layer_norm",
         "triton",
-        functools.partial(_fused, "triton"),
+        partial(_fused, "triton"),
         devices=TRITON_DEVICES,
         dtypes=FLOAT,
         min_compute=(7, 5),
@@ -377,8 +382,20 @@ register(
 register(
     Capability(
         "embed_layer_norm",
+        "cuda",
+        partial(_fused, "cuda"),
+        devices=frozenset({"cuda"}),
+        dtypes=FLOAT,
+        min_compute=(8, 0),
+        max_width=MAX_WIDTH,
+        unavailable=cuda_unavailable,
+    )
+)
+register(
+    Capability(
+        "embed_layer_norm",
         "cpu",
-        functools.partial(_composed, "cpu"),
+        partial(_composed, "cpu"),
         devices=frozenset({"cpu"}),
         dtypes=FLOAT,
         unavailable=extension_unavailable,

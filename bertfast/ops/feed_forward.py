@@ -17,7 +17,7 @@ from bertfast.backends import FLOAT, HALF, Capability, choose, describe, needs_g
 from bertfast.dropout import apply_dropout, check_probability, seed_for
 from bertfast.ops._autocast import to_autocast
 from bertfast.ops._checks import check_required, check_same_dtype, check_shape, check_tensors
-from bertfast.ops._library import TRITON_DEVICES, extension_unavailable, triton_unavailable
+from bertfast.ops._library import TRITON_DEVICES, cuda_unavailable, extension_unavailable, triton_unavailable
 from bertfast.ops._once import distinct, once
 from bertfast.ops.linear_gelu import BWD, FWD, check_linear, checkpointed, linear_gradients, rows_of
 
@@ -159,6 +159,19 @@ register(
         min_compute=(8, 0),
         features=frozenset(FORMULAS),
         unavailable=triton_unavailable,
+    )
+)
+register(
+    Capability(
+        "feed_forward",
+        "cuda",
+        _fused,
+        devices=frozenset({"cuda"}),
+        dtypes=FLOAT,
+        auto_dtypes=HALF,
+        min_compute=(8, 0),
+        features=frozenset(FORMULAS),
+        unavailable=cuda_unavailable,
     )
 )
 register(

@@ -15,10 +15,10 @@ from bertfast.dropout import apply_dropout, check_probability, seed_for
 from bertfast.kernels.tiles import MAX_WIDTH
 from bertfast.ops._autocast import normalises_in_float32
 from bertfast.ops._checks import check_eps, check_rank, check_required, check_shape, check_tensors
-from bertfast.ops._library import TRITON_DEVICES, define, extension_unavailable, triton_unavailable
+from bertfast.ops._library import TRITON_DEVICES, cuda_unavailable, define, extension_unavailable, triton_unavailable
 from bertfast.ops._once import distinct, once
 
-_BACKENDS = ("triton", "cpu")
+_BACKENDS = ("triton", "cuda", "cpu")
 
 
 def _fwd_fake(x, residual, weight, bias, x_bias, seed, eps, dropout_p, need_sum):
@@ -206,6 +206,18 @@ register(
         min_compute=(7, 5),
         max_width=MAX_WIDTH,
         unavailable=triton_unavailable,
+    )
+)
+register(
+    Capability(
+        "add_layer_norm",
+        "cuda",
+        _fused,
+        devices=frozenset({"cuda"}),
+        dtypes=FLOAT,
+        min_compute=(8, 0),
+        max_width=MAX_WIDTH,
+        unavailable=cuda_unavailable,
     )
 )
 register(

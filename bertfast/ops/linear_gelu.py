@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from bertfast.backends import FLOAT, HALF, Capability, choose, describe, is_transformed, needs_grad, register
 from bertfast.ops._autocast import to_autocast
 from bertfast.ops._checks import check_rank, check_required, check_same_dtype, check_shape, check_tensors
-from bertfast.ops._library import TRITON_DEVICES, define, extension_unavailable, triton_unavailable
+from bertfast.ops._library import TRITON_DEVICES, cuda_unavailable, define, extension_unavailable, triton_unavailable
 from bertfast.ops._once import distinct, once
 
 # The name in `bertfast.activations.FORMULAS` of each `approximate`.
@@ -41,7 +41,7 @@ FWD = define(
     "(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? seed, float dropout_p, bool need_pre)"
     " -> (Tensor out, Tensor pre)",
     _fwd_fake,
-    ("triton", "cpu"),
+    ("triton", "cuda", "cpu"),
     launcher="linear_gelu",
 )
 # The gradient of `pre`, `out` once more where it is needed, and the sum of the gradient over rows in fp32.
@@ -50,7 +50,7 @@ BWD = define(
     "(Tensor dout, Tensor pre, str activation, Tensor? seed, float dropout_p, bool need_out, bool has_bias)"
     " -> (Tensor dpre, Tensor out, Tensor dbias)",
     _bwd_fake,
-    ("triton",),
+    ("triton", "cuda"),
     launcher="bias_activation",
 )
 
@@ -177,6 +177,18 @@ register(
         auto_dtypes=HALF,
         min_compute=(8, 0),
         unavailable=triton_unavailable,
+    )
+)
+register(
+    Capability(
+        "linear_gelu",
+        "cuda",
+        _fused,
+        devices=frozenset({"cuda"}),
+        dtypes=FLOAT,
+        auto_dtypes=HALF,
+        min_compute=(8, 0),
+        unavailable=cuda_unavailable,
     )
 )
 register(

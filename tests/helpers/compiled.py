@@ -6,9 +6,9 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_type_hints
 
 from bertfast.kernels.tiles import SHARED_KIB
 from helpers.project import ROOT
@@ -122,7 +122,7 @@ def complaints(row: Row, facts: Facts) -> list[str]:
     return found
 
 
-def _regression(row: Row, before: Row) -> list[str]:
+def _worse(row: Row, before: Row) -> list[str]:
     found = []
     if row.registers > before.registers + REGISTER_MARGIN:
         found.append(f"{row.registers} registers, were {before.registers}")
@@ -139,7 +139,7 @@ def _regression(row: Row, before: Row) -> list[str]:
     return found
 
 
-def regressions(rows: Iterable[Row], table: Iterable[Row]) -> list[str]:
+def regressions(rows: Iterable, table: Iterable, worse: Callable[..., list[str]] = _worse) -> list[str]:
     """What got worse against the table: numbers, and variants that it does not list. Whatever it lists and was not
     compiled is out of date, and said too."""
     before = {row.key: row for row in table}
@@ -149,7 +149,7 @@ def regressions(rows: Iterable[Row], table: Iterable[Row]) -> list[str]:
         if known is None:
             found.append(f"{row}: one more variant than the table has")
         else:
-            found.extend(f"{row}: {what}" for what in _regression(row, known))
+            found.extend(f"{row}: {what}" for what in worse(row, known))
     return found + [f"{row}: in the table, but no longer compiled" for row in before.values()]
 
 
@@ -177,18 +177,18 @@ def note_sources(triton_version: str) -> None:
     SOURCES.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
 
 
-def read_table(path: Path) -> list[Row]:
+def read_table(path: Path, row_type: type[NamedTuple] = Row) -> list:
+    numbers = {name for name, kind in get_type_hints(row_type).items() if kind is int}
     with path.open(newline="") as file:
-        lines = csv.DictReader(file)
-        return [Row(**{name: kind(line[name]) for name, kind in _COLUMNS.items()}) for line in lines]
+        return [
+            row_type(**{name: int(text) if name in numbers else text for name, text in line.items()})
+            for line in csv.DictReader(file)
+        ]
 
 
-def write_table(path: Path, rows: Sequence[Row]) -> None:
+def write_table(path: Path, rows: Sequence[NamedTuple]) -> None:
     path.parent.mkdir(exist_ok=True)
     with path.open("w", newline="") as file:
         lines = csv.writer(file, lineterminator="\n")
-        lines.writerow(Row._fields)
+        lines.writerow(rows[0]._fields)
         lines.writerows(rows)
-
-
-_COLUMNS = {name: int if name not in ("kernel", "call", "matrix") else str for name in Row._fields}

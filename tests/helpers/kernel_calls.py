@@ -151,9 +151,7 @@ def _embed_layer_norm(
     )
     if train:
         dout, total = make(1, rows, width), total if aligned else make(1, rows, width)
-        embed_layer_norm.embed_layer_norm_bwd(
-            dout, total, mean, rstd, weight, None, None, None, seed, dropout_p, 0, 0, 0, None, None
-        )
+        embed_layer_norm.embed_layer_norm_bwd(dout, total, mean, rstd, weight, seed, dropout_p)
 
 
 def _embed_layer_norm_calls() -> list[Call]:

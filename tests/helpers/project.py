@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[2]
 MADE = shutil.ignore_patterns(
     ".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".benchmarks", "*.so", "_C.json"
 )
+
+
+def load_setup() -> ModuleType:
+    """setup.py as a module: what it would do and with what, without doing it."""
+    spec = importlib.util.spec_from_file_location("bertfast_setup", ROOT / "setup.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def copy_tree(target: Path) -> Path:

@@ -1,0 +1,192 @@
+// The passes over memory around a linear layer's activation.
+//
+// Forward, behind a GEMM:     pre = product + bias,    out = dropout(act(pre))
+// Bytes for M rows of width N of e-byte elements: product read, out written, 2 M N e, and M N e more where pre is
+// wanted and is not the product: the floor.
+//
+// Backward, in front of the two GEMMs of dx and dweight:
+//     dpre = dropout'(dout) * act'(pre),    dbias = sum_rows(dpre)
+//     out  = dropout(act(pre)), for the gradient of the next layer's weight, where nobody kept it
+// Bytes: dout and pre read, dpre written, 3 M N e, and M N e for out. dbias is summed as column_sum says, without
+// atomics. The dropout mask is regenerated.
+//
+// A thread has the same 8 columns (4 of fp32) in each row that its block walks over: bias and dbias stay in registers.
+#include <algorithm>
+
+#include "activations.cuh"
+#include "bias_activation.h"
+#include "packed.cuh"
+#include "philox.cuh"
+
+namespace bertfast {
+namespace {
+
+constexpr int kThreads = 128;
+// Rows of a forward block: its bias and its start are paid for once.
+constexpr int kRows = 4;
+// On a multiprocessor, of a backward pass.
+constexpr int kBlocks = 8;
+
+// The columns of a block: a stripe of the width.
+template <class T>
+struct Stripe {
+  static constexpr int N = kPacket<T>;
+  static constexpr int kWidth = kThreads * N;
+
+  int column, count;
+  int64_t block, blocks;  // of this stripe
+
+  __device__ __forceinline__ explicit Stripe(int width) {
+    const int stripes = (width - 1) / kWidth + 1;
+    column = (static_cast<int>(blockIdx.x % stripes) * kThreads + static_cast<int>(threadIdx.x)) * N;
+    const int left = width - column;
+    count = left <= 0 ? 0 : left > N ? N : left;
+    block = blockIdx.x / stripes;
+    blocks = gridDim.x / stripes;
+  }
+};
+
+template <class T>
+int64_t stripes_of(int width) {
+  return (width - 1) / Stripe<T>::kWidth + 1;
+}
+
+template <class T>
+struct Forward {
+  Source<T> product;
+  Source<AnyType> bias;
+  Target<T> out, pre;
+  Dropout<kStreamFeedForward> dropout;
+  Formula formula;
+  int64_t rows;
+  int width;
+
+  __host__ explicit Forward(const BiasActivationFwdArgs& a)
+      : product(a.product),
+        bias(a.bias),
+        out(a.out),
+        pre(a.pre),
+        dropout(a.dropout),
+        formula(a.formula),
+        rows(a.rows),
+        width(a.width) {}
+};
+
+template <class T, bool kVector>
+__global__ void __launch_bounds__(kThreads) bias_activation_fwd_kernel(const Forward<T> args) {
+  const Stripe<T> stripe(args.width);
+  constexpr int N = stripe.N;
+  const auto bias = args.bias.template load<kVector, N>(stripe.column, args.bias ? stripe.count : 0);
+#pragma unroll 1
+  for (int64_t i = stripe.block * kRows; i < args.rows && i < (stripe.block + 1) * kRows; ++i) {
+    const int64_t at = i * args.width + stripe.column;
+    const auto product = args.product.template load<kVector, N>(at, stripe.count);
+    float values[N];
+#pragma unroll
+    for (int k = 0; k < N; ++k) values[k] = args.bias ? product[k] + bias[k] : product[k];
+    if (args.pre) args.pre.template store<kVector>(at, stripe.count, values);
+    with_activation(args.formula, [&](auto activation) {
+#pragma unroll
+      for (int k = 0; k < N; ++k) values[k] = activation.value(values[k]);
+    });
+    if (args.dropout) args.dropout.apply(i, stripe.column, values);
+    args.out.template store<kVector>(at, stripe.count, values);
+  }
+}
+
+template <class T>
+struct Backward {
+  Source<T> dout, pre;
+  Target<T> dpre, out;
+  Global<float> partial;
+  Dropout<kStreamFeedForward> dropout;
+  Formula formula;
+  int64_t rows, stride_dout, stride_pre;
+  int width;
+
+  __host__ explicit Backward(const BiasActivationBwdArgs& a)
+      : dout(a.dout),
+        pre(a.pre),
+        dpre(a.dpre),
+        out(a.out),
+        partial(a.partial),
+        dropout(a.dropout),
+        formula(a.formula),
+        rows(a.rows),
+        stride_dout(a.stride_dout),
+        stride_pre(a.stride_pre),
+        width(a.width) {}
+};
+
+template <class T, bool kVector>
+__global__ void __launch_bounds__(kThreads) bias_activation_bwd_kernel(const Backward<T> args) {
+  const Stripe<T> stripe(args.width);
+  constexpr int N = stripe.N;
+  float dbias[N] = {};
+#pragma unroll 1
+  for (int64_t i = stripe.block; i < args.rows; i += stripe.blocks) {
+    const auto dout = args.dout.template load<kVector, N>(i * args.stride_dout + stripe.column, stripe.count);
+    const auto pre = args.pre.template load<kVector, N>(i * args.stride_pre + stripe.column, stripe.count);
+    const int64_t at = i * args.width + stripe.column;
+    float values[N];
+#pragma unroll
+    for (int k = 0; k < N; ++k) values[k] = dout[k];
+    if (args.dropout) args.dropout.apply(i, stripe.column, values);
+    with_activation(args.formula, [&](auto activation) {
+#pragma unroll
+      for (int k = 0; k < N; ++k) values[k] *= activation.derivative(pre[k]);
+    });
+    args.dpre.template store<kVector>(at, stripe.count, values);
+#pragma unroll
+    for (int k = 0; k < N; ++k) dbias[k] += values[k];
+    if (args.out) {
+      with_activation(args.formula, [&](auto activation) {
+#pragma unroll
+        for (int k = 0; k < N; ++k) values[k] = activation.value(pre[k]);
+      });
+      if (args.dropout) args.dropout.apply(i, stripe.column, values);
+      args.out.template store<kVector>(at, stripe.count, values);
+    }
+  }
+  if (args.partial) {
+    store_packet<false>(args.partial + stripe.block * args.width + stripe.column, stripe.count, dbias);
+  }
+}
+
+template <class T>
+bool fits_vectors(int width, const ConstArray& array, int64_t stride) {
+  return width % kPacket<T> == 0 && is_vector(array, stride, kPacket<T>);
+}
+
+}  // namespace
+
+void launch_bias_activation_fwd(const BiasActivationFwdArgs& a, cudaStream_t stream) {
+  with_dtype(a.product.dtype, [&](auto type) {
+    using T = decltype(type);
+    bool vector = fits_vectors<T>(a.width, a.bias, 0);
+    for (const ConstArray& array : {a.product, ConstArray(a.out), ConstArray(a.pre)}) {
+      vector = vector && fits_vectors<T>(a.width, array, a.width);
+    }
+    launch("bias_activation_fwd", vector ? bias_activation_fwd_kernel<T, true> : bias_activation_fwd_kernel<T, false>,
+           ((a.rows - 1) / kRows + 1) * stripes_of<T>(a.width), 1, kThreads, 0, stream, Forward<T>(a));
+  });
+}
+
+int64_t bias_activation_bwd_programs(int64_t rows, int width, int multiprocessors) {
+  const int64_t stripes = stripes_of<__half>(width);
+  return std::min(rows, std::max<int64_t>(1, kBlocks * multiprocessors / stripes));
+}
+
+void launch_bias_activation_bwd(const BiasActivationBwdArgs& a, cudaStream_t stream) {
+  with_dtype(a.pre.dtype, [&](auto type) {
+    using T = decltype(type);
+    bool vector = fits_vectors<T>(a.width, a.dout, a.stride_dout) && fits_vectors<T>(a.width, a.pre, a.stride_pre);
+    for (const ConstArray& array : {ConstArray(a.dpre), ConstArray(a.out)}) {
+      vector = vector && fits_vectors<T>(a.width, array, a.width);
+    }
+    launch("bias_activation_bwd", vector ? bias_activation_bwd_kernel<T, true> : bias_activation_bwd_kernel<T, false>,
+           a.programs * stripes_of<T>(a.width), 1, kThreads, 0, stream, Backward<T>(a));
+  });
+}
+
+}  // namespace bertfast

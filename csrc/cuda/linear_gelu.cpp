@@ -1,0 +1,121 @@
+// The ops linear_gelu_{fwd,bwd} on CUDA: the GEMM is torch's, bias, activation and dropout are one pass behind it.
+#include <torch/csrc/stable/library.h>
+
+#include <array>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "arguments.h"
+#include "bias_activation.h"
+#include "column_sum.h"
+
+namespace bertfast {
+namespace {
+
+Formula formula_of(const std::string& name) {
+  static constexpr std::pair<const char*, Formula> kFormulas[] = {
+      {"gelu", Formula::kGelu}, {"gelu_tanh", Formula::kGeluTanh}, {"quick_gelu", Formula::kQuickGelu},
+      {"relu", Formula::kRelu}, {"relu6", Formula::kRelu6},        {"leaky_relu", Formula::kLeakyRelu},
+      {"elu", Formula::kElu},   {"silu", Formula::kSilu},          {"mish", Formula::kMish},
+      {"tanh", Formula::kTanh}, {"sigmoid", Formula::kSigmoid},    {"linear", Formula::kLinear},
+  };
+  for (const auto& [known, formula] : kFormulas) {
+    if (name == known) return formula;
+  }
+  STD_TORCH_CHECK(false, "activation: expected a formula of bertfast.activations.FORMULAS, got ", name);
+}
+
+Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  std::array<StableIValue, 3> stack{torch::stable::detail::from(x), torch::stable::detail::from(weight),
+                                    torch::stable::detail::from(bias)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+std::tuple<Tensor, Tensor> linear_gelu_fwd(Tensor x, Tensor weight, std::optional<Tensor> bias, std::string activation,
+                                           std::optional<Tensor> seed, double dropout_p, bool need_pre) {
+  check_float("x", x);
+  check_min_dim("x", x, 1);
+  STD_TORCH_CHECK(weight.dim() == 2 && weight.size(1) == x.size(x.dim() - 1), "weight: expected shape (N, ",
+                  x.size(x.dim() - 1), "), got ", shape_of(weight));
+  const int64_t width = weight.size(0);
+  if (bias) check_vector("bias", *bias, width);
+  const Formula formula = formula_of(activation);
+  const OnDevice on(x);
+  // The bias may cancel the product: in half precision it belongs in front of the rounding, in fp32 it rides along.
+  const bool bias_first = bias && x.scalar_type() != ScalarType::Float;
+  const Tensor product = as_contiguous(linear(x, weight, bias_first ? bias : std::nullopt));
+  const std::vector<int64_t> sizes = sizes_of(product);
+  if (bias_first) bias.reset();
+  const bool product_is_pre = need_pre && !bias;
+  const Tensor out = new_empty(product, sizes, product.scalar_type());
+  const Tensor pre =
+      product_is_pre ? product : new_empty(product, need_pre ? sizes : std::vector<int64_t>{0}, product.scalar_type());
+  if (out.numel() == 0) return {out, pre};
+
+  bias = as_contiguous(bias);
+  BiasActivationFwdArgs args{};
+  args.product = array_of(product);
+  args.bias = array_of(bias);
+  args.out = mutable_array_of(out);
+  if (!product_is_pre) args.pre = mutable_array_of(pre);
+  args.dropout = dropout_of(seed, dropout_p);
+  args.formula = formula;
+  args.rows = rows_of(sizes);
+  args.width = static_cast<int>(width);
+  launch_bias_activation_fwd(args, on.stream());
+  return {out, pre};
+}
+
+std::tuple<Tensor, Tensor, Tensor> linear_gelu_bwd(Tensor dout, Tensor pre, std::string activation,
+                                                   std::optional<Tensor> seed, double dropout_p, bool need_out,
+                                                   bool has_bias) {
+  check_float("pre", pre);
+  check_min_dim("pre", pre, 1);
+  check_same_shape("dout", dout, "pre", pre);
+  STD_TORCH_CHECK(dout.scalar_type() == pre.scalar_type(), "dout: expected the dtype of pre, ",
+                  torch::headeronly::toString(pre.scalar_type()), ", got ",
+                  torch::headeronly::toString(dout.scalar_type()));
+  const Formula formula = formula_of(activation);
+  const std::vector<int64_t> sizes = sizes_of(pre);
+  const int64_t width = sizes.back();
+  const OnDevice on(pre);
+  const Tensor dpre = new_empty(pre, sizes, pre.scalar_type());
+  const Tensor out = new_empty(pre, need_out ? sizes : std::vector<int64_t>{0}, pre.scalar_type());
+  Tensor dbias = new_empty(pre, {has_bias ? width : 0}, ScalarType::Float);
+  if (pre.numel() == 0) return {dpre, out, torch::stable::zero_(dbias)};
+
+  dout = as_rows(dout);
+  pre = as_rows(pre);
+  BiasActivationBwdArgs args{};
+  args.rows = pre.size(0);
+  args.width = static_cast<int>(width);
+  args.programs = bias_activation_bwd_programs(args.rows, args.width, on.multiprocessors());
+  const Tensor partial = new_empty(pre, {1, has_bias ? args.programs : 0, width}, ScalarType::Float);
+  args.dout = array_of(dout);
+  args.pre = array_of(pre);
+  args.dpre = mutable_array_of(dpre);
+  args.out = mutable_array_of(out);
+  args.partial = has_bias ? mutable_data<float>(partial) : nullptr;
+  args.dropout = dropout_of(seed, dropout_p);
+  args.formula = formula;
+  args.stride_dout = dout.stride(0);
+  args.stride_pre = pre.stride(0);
+  launch_bias_activation_bwd(args, on.stream());
+  if (has_bias) {
+    launch_column_sum(args.partial, 1, args.programs, args.width, {mutable_data<float>(dbias), nullptr, nullptr},
+                      on.stream());
+  }
+  return {dpre, out, dbias};
+}
+
+}  // namespace
+}  // namespace bertfast
+
+STABLE_TORCH_LIBRARY_IMPL(bertfast, BERTFAST_CUDA_KEY, m) {
+  m.impl("linear_gelu_fwd_cuda", TORCH_BOX(&bertfast::linear_gelu_fwd));
+  m.impl("linear_gelu_bwd_cuda", TORCH_BOX(&bertfast::linear_gelu_bwd));
+}

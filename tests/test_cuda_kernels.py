@@ -1,0 +1,210 @@
+"""What only the CUDA kernels have: the order of threads, widths of accesses, blocks that walk, offsets beyond 2^31.
+Their parity with float64 is in the tests of the ops."""
+
+import pytest
+import torch
+
+from bertfast import ops
+from helpers import cuda_on_cpu
+from helpers.op_cases import DTYPES, AddLayerNorm, EmbedLayerNorm, FeedForward, backends_for, random, seed_tensor
+from helpers.poison import contiguous, misaligned, padded_rows, poisoned_memory  # noqa: F401
+from helpers.tolerance import assert_parity, random_cotangents
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+HALF = torch.bfloat16
+
+
+def _add_layer_norm(rows, width, dtype, layout=contiguous):
+    shapes = {"x": (rows, width), "residual": (rows, width), "weight": (width,), "bias": (width,), "x_bias": (width,)}
+    inputs = {name: layout(random(*shape, dtype=dtype, seed=i)) for i, (name, shape) in enumerate(shapes.items())}
+    return AddLayerNorm(inputs, {"dropout_p": 0.3, "seed": seed_tensor(), "return_sum": True, "eps": 1e-5})
+
+
+def _feed_forward(rows, width, dtype, layout=contiguous):
+    shapes = {"x": (rows, 8), "w_in": (width, 8), "b_in": (width,), "w_out": (8, width), "b_out": (8,)}
+    inputs = {name: layout(random(*shape, dtype=dtype, seed=i)) for i, (name, shape) in enumerate(shapes.items())}
+    return FeedForward(inputs, {"activation": "gelu", "dropout_p": 0.3, "seed": seed_tensor()})
+
+
+def _embed_layer_norm(rows, width, dtype, layout=contiguous):
+    tables = {"word": (11, width), "position": (rows, width), "token_type": (2, width)}
+    shapes = {**tables, "weight": (width,), "bias": (width,)}
+    inputs = {name: layout(random(*shape, dtype=dtype, seed=i)) for i, (name, shape) in enumerate(shapes.items())}
+    ids = torch.arange(2 * rows).view(2, rows) % 11
+    every = {"input_ids": ids, "token_type_ids": (ids % 2).int(), "position_ids": None, "inputs_embeds": None, **inputs}
+    return EmbedLayerNorm(every, {"dropout_p": 0.3, "seed": seed_tensor(), "eps": 1e-5})
+
+
+CASES = {f.__name__.strip("_"): f for f in (_add_layer_norm, _embed_layer_norm, _feed_forward)}
+
+
+def _results(case):
+    """Outputs and gradients on `cuda`."""
+    leaves = {
+        name: t.detach().requires_grad_() if t is not None and t.dtype.is_floating_point else t
+        for name, t in case.inputs.items()
+    }
+    outputs = case.ours(leaves, "cuda")
+    upstream = random_cotangents(outputs)
+    torch.autograd.backward([outputs[name] for name in upstream], list(upstream.values()))
+    return [*outputs.values(), *(t.grad for t in leaves.values() if t is not None and t.grad is not None)]
+
+
+def _equal(some, others):
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+@pytest.mark.parametrize("width", [24, 37, 1040])
+@pytest.mark.parametrize("name", CASES)
+def test_results_do_not_depend_on_the_order_of_threads(name, width):
+    case = CASES[name](29, width, HALF)
+    found = []
+    for seed in (1, 2, 3):
+        with cuda_on_cpu.seed(seed):
+            found.append(_results(case))
+    assert _equal(found[0], found[1]) and _equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("name", "width"),
+    [
+        *((name, width) for name in CASES for width in (24, 768, 1032, 1040, 2056)),
+        ("add_layer_norm", 8192),
+        ("embed_layer_norm", 8192),
+    ],
+)
+def test_accesses_of_16_bytes_and_of_elements_give_the_same_bits(name, width, dtype):
+    rows = 9 if width < 4000 else 2
+    assert _equal(_results(CASES[name](rows, width, dtype)), _results(CASES[name](rows, width, dtype, misaligned)))
+
+
+@pytest.mark.parametrize("layout", [contiguous, padded_rows])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("width", [4096, 8191, 8192])
+@pytest.mark.parametrize("name", ["add_layer_norm", "embed_layer_norm"])
+def test_wide_rows(name, width, dtype, layout):
+    assert_parity(CASES[name](3, width, dtype, layout), "cuda")
+
+
+@pytest.mark.parametrize("vector", [HALF, torch.float32])
+@pytest.mark.parametrize("residual", DTYPES)
+@pytest.mark.parametrize("x", DTYPES)
+@pytest.mark.parametrize("width", [40, 1030, 1040])
+def test_mixed_dtypes(x, residual, vector, width):
+    dtypes = {"x": x, "residual": residual, "weight": vector, "bias": torch.float32, "x_bias": torch.float16}
+    case = _add_layer_norm(7, width, torch.float64)
+    inputs = {name: t.detach().to(dtypes[name]).requires_grad_() for name, t in case.inputs.items()}
+    assert_parity(AddLayerNorm(inputs, case.settings), "cuda")
+
+
+@pytest.mark.parametrize("width", [40, 1040])
+def test_blocks_walk_over_many_rows(width):
+    """Emulated devices have four multiprocessors, so that 12 blocks at most add up rows."""
+    case = _add_layer_norm(131, width, torch.float32)
+    before = cuda_on_cpu.counters().all.blocks
+    results = assert_parity(case, "cuda")
+    assert results
+    assert cuda_on_cpu.counters().all.blocks > before
+
+
+def _mask(shape, backend, op):
+    """What an op keeps of ones."""
+    width = shape[-1]
+    ones = torch.ones(shape)
+    if op == "add_layer_norm":
+        one = torch.ones(width)
+        arguments = torch.zeros(shape), one, one
+        return ops.add_layer_norm(
+            ones, *arguments, dropout_p=0.4, return_sum=True, _seed=seed_tensor(-3), backend=backend
+        )[1].ne(0)
+    weight = torch.eye(width)
+    out = ops.feed_forward(
+        ones, weight, None, weight, None, "linear", dropout_p=0.4, _seed=seed_tensor(-3), backend=backend
+    )
+    return out.ne(0)
+
+
+@pytest.mark.parametrize("op", ["add_layer_norm", "feed_forward"])
+@pytest.mark.parametrize("shape", [(7, 33), (70, 128), (3, 1030)])
+def test_drops_what_the_triton_kernel_drops(shape, op):
+    mask = _mask(shape, "cuda", op)
+    assert torch.equal(mask, ops.dropout_mask(seed_tensor(-3), shape, 0.4, op))
+    if "triton" in {backend for backend, _ in backends_for(op)}:
+        assert torch.equal(mask, _mask(shape, "triton", op))
+
+
+class TestBeyond32Bits:
+    """On virtual memory, of which only the rows that are looked at become real."""
+
+    @pytest.fixture(autouse=True)
+    def memory_as_it_comes(self, poisoned_memory):  # noqa: F811
+        torch.utils.deterministic.fill_uninitialized_memory = False
+
+    @staticmethod
+    def far_rows(rows, width):
+        """Rows 2^30 elements apart, so that the third begins at 2^31."""
+        stride = 2**30 + 8
+        x = torch.empty((rows - 1) * stride + width, dtype=HALF).as_strided((rows, width), (stride, 1))
+        return x.copy_(random(rows, width, dtype=HALF, seed=5, grad=False))
+
+    @pytest.mark.parametrize("width", [24, 37, 1040])
+    def test_strides_of_inputs(self, width):
+        x = self.far_rows(3, width)
+        weight, bias = (random(width, dtype=HALF, seed=seed, grad=False) for seed in (1, 2))
+        arguments = x, weight, bias, None, None, 1e-5, 0.0, False
+        out, _, mean, rstd = torch.ops.bertfast.add_layer_norm_fwd_cuda(x, None, *arguments[1:])
+        near = torch.ops.bertfast.add_layer_norm_fwd_cuda(x.contiguous(), None, *arguments[1:])
+        assert _equal((out, mean, rstd), (near[0], *near[2:]))
+        dout = random(3, width, dtype=HALF, seed=9, grad=False)
+        rest = mean, rstd, weight, None, 0.0, False, False
+        far = torch.ops.bertfast.add_layer_norm_bwd_cuda(dout, None, x, *rest)
+        assert _equal(far, torch.ops.bertfast.add_layer_norm_bwd_cuda(dout, None, x.contiguous(), *rest))
+        far = torch.ops.bertfast.embed_layer_norm_bwd_cuda(dout, x, mean, rstd, weight, None, 0.0)
+        near = torch.ops.bertfast.embed_layer_norm_bwd_cuda(dout, x.contiguous(), mean, rstd, weight, None, 0.0)
+        assert _equal(far, near)
+        far = torch.ops.bertfast.linear_gelu_bwd_cuda(dout, x, "gelu", None, 0.0, True, True)
+        assert _equal(far, torch.ops.bertfast.linear_gelu_bwd_cuda(dout, x.contiguous(), "gelu", None, 0.0, True, True))
+
+    @pytest.mark.parametrize("width", [24, 1040])
+    def test_rows_of_a_table(self, width):
+        word = self.far_rows(3, width)
+        position, weight, bias = (random(n, dtype=HALF, seed=n, grad=False) for n in (width,) * 3)
+        ids = torch.tensor([[2, 0, 1]])
+        rest = position.view(1, width).expand(3, width), None, weight, bias, None, 1e-5, 0.0, HALF, False
+        far = torch.ops.bertfast.embed_layer_norm_fwd_cuda(ids, None, None, None, word, *rest)
+        near = torch.ops.bertfast.embed_layer_norm_fwd_cuda(ids, None, None, None, word.contiguous(), *rest)
+        assert _equal((far[0], *far[2:]), (near[0], *near[2:]))
+
+    @pytest.mark.parametrize("width", [1024, 4096])
+    def test_offsets_of_outputs(self, width):
+        rows = 2**31 // width + 2
+        x = torch.empty(rows, width, dtype=HALF)
+        x[-2:] = random(2, width, dtype=HALF, seed=5, grad=False)
+        weight, bias = (random(width, dtype=HALF, seed=seed, grad=False) for seed in (1, 2))
+        blocks = -(-rows // 4) if width == 1024 else rows
+        with cuda_on_cpu.only_blocks(blocks - 2, 2):
+            last = ops.add_layer_norm(x, None, weight, bias, backend="cuda")[-2:]
+        assert torch.equal(last, ops.add_layer_norm(x[-2:], None, weight, bias, backend="cuda"))
+
+
+def test_what_is_too_wide_or_of_another_dtype_is_an_error():
+    x, ones = torch.ones(2, 8193), torch.ones(8193)
+    settings = None, None, 1e-5, 0.0, False
+    with pytest.raises(RuntimeError, match="width: expected at most 8192, got 8193"):
+        torch.ops.bertfast.add_layer_norm_fwd_cuda(x, None, ones, ones, *settings)
+    with pytest.raises(RuntimeError, match="weight: expected float32, bfloat16 or float16, got Double"):
+        torch.ops.bertfast.add_layer_norm_fwd_cuda(x[:, :8], None, ones[:8].double(), ones[:8], *settings)
+    with pytest.raises(RuntimeError, match=r"residual: expected the shape of x, \(2, 8\), got \(2, 9\)"):
+        torch.ops.bertfast.add_layer_norm_fwd_cuda(x[:, :8], x[:, :9], ones[:8], ones[:8], *settings)
+    with pytest.raises(RuntimeError, match="activation: expected a formula of .*, got gleu"):
+        torch.ops.bertfast.linear_gelu_fwd_cuda(x[:, :8], x[:, :8], None, "gleu", None, 0.0, False)
+
+
+def test_forward_passes_have_no_bank_conflicts():
+    for width in (768, 4096):
+        case = _add_layer_norm(4, width, HALF)
+        with torch.no_grad():
+            case.ours(case.inputs, "cuda")
+        assert cuda_on_cpu.counters().last.conflicts == 0
