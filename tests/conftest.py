@@ -1,4 +1,5 @@
-"""Triton kernels run interpreted, on CPU tensors. `TRITON_INTERPRET=0` leaves their tests out."""
+"""Kernels run on CPU tensors in tests: those in Triton interpreted (`TRITON_INTERPRET=0` leaves them out), those in
+CUDA C++ emulated, as backend `cuda`."""
 
 import importlib.util
 import inspect
@@ -40,6 +41,12 @@ def _mend_interpreter() -> None:
 
 if os.environ["TRITON_INTERPRET"] != "0" and importlib.util.find_spec("triton"):
     _mend_interpreter()
+
+
+def pytest_configure(config):
+    from helpers import cuda_on_cpu
+
+    cuda_on_cpu.enable()
 
 
 def pytest_addoption(parser):

@@ -7,12 +7,13 @@
 // out written, 2 M N e, the floor, and M N e more where backward wants the sum; the position and token type rows that a
 // batch uses stay in L2.
 //
-// Backward: dout through dropout, then LayerNorm's backward (`rows.cuh`), which gives dz, dweight and dbias in 3 M N e
-// bytes. Tables' gradients are dz summed by id, which is torch's.
+// Backward: dout through dropout, then LayerNorm's backward (`normalise.cuh`), which gives dz, dweight and dbias in 3 M
+// N e bytes. Tables' gradients are dz summed by id, which is torch's.
+#include "column_sum.cuh"
 #include "embed_layer_norm.h"
+#include "normalise.cuh"
 #include "packed.cuh"
 #include "philox.cuh"
-#include "reduce.cuh"
 #include "rows.cuh"
 
 namespace bertfast {

@@ -15,12 +15,11 @@
 // Bytes: dout and z read, dx written, 3 M N e, and M N e for dresidual where dropout makes it differ. Sums over rows go
 // in two stages without atomics: each block adds up the rows that it walks over anyway, then column_sum adds up the
 // blocks, always in the same order.
-#include <algorithm>
-
+#include "column_sum.cuh"
 #include "layer_norm.h"
+#include "normalise.cuh"
 #include "packed.cuh"
 #include "philox.cuh"
-#include "reduce.cuh"
 #include "rows.cuh"
 
 namespace bertfast {

@@ -22,10 +22,7 @@ from torch import Tensor
 from bertfast import backends, ops, reference
 from bertfast.activations import get_activation
 from bertfast.dropout import keep_scale
-from helpers import cuda_on_cpu
 from helpers.tolerance import ORDERS, Inputs, Order, Results, accumulation_roundoff, unit_roundoff
-
-cuda_on_cpu.enable()
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALL_DTYPES = (*DTYPES, torch.float64)
