@@ -2,7 +2,7 @@
 # make test    set up if needed, run the tests
 # make gate    set up if needed, compile the Triton kernels with other versions of Triton (the tests use one): all of them
 #              where a source has changed since the version's table was written, else a sample
-# make nvcc-gate  set up if needed, compile the CUDA kernels with nvcc for every architecture and hold them to their table
+# make nvcc-gate  set up if needed, compile the CUDA kernels with nvcc for every architecture and compare with the table
 # make transformers  set up if needed, run the swap's tests with other versions of transformers (the tests use one)
 # make test-cuda-build  set up if needed, build everything with a CUDA torch in an environment of its own and look at
 #              what came out; needs nvcc and 6 GB, and no GPU
@@ -10,7 +10,7 @@
 # make clean   remove what the above made
 #
 # PYTHON chooses the interpreter of .venv; PIP_ARGS goes to every pip install (an index, a proxy, a find-links folder);
-# BERTFAST_BUILD, CXX and MAX_JOBS reach setup.py; JOBS test processes run side by side; ARGS goes to pytest and to the gates;
+# BERTFAST_BUILD, CXX and MAX_JOBS reach setup.py; JOBS test processes run side by side; ARGS goes to pytest and the gates;
 # TRITONS are the versions of `make gate`: the oldest that is supported and the one that the newest CUDA torch brings.
 # TRANSFORMERS are the versions of `make transformers`: the oldest that is supported, and one in which masks and the
 # capture of outputs had moved. CUDA_TORCH is the torch of `make test-cuda-build`, TORCH_CUDA_ARCH_LIST its architectures.
@@ -73,7 +73,7 @@ build/transformers-%: | $(READY)
 # Built from a copy: in the tree stays the extension that was built with the torch of .venv.
 test-cuda-build: $(CUDA_VENV)/.ready
 	rm -rf build/cuda-tree
-	PYTHONPATH=tests $(BIN)/python -c 'from pathlib import Path as P; from helpers.project import *; copy_tree(P("build/cuda-tree"))'
+	PYTHONPATH=tests $(BIN)/python -c 'from helpers.project import Path, copy_tree; copy_tree(Path("build/cuda-tree"))'
 	BERTFAST_BUILD=cuda $(CUDA_PIP) --no-build-isolation ./build/cuda-tree
 	$(CUDA_VENV)/bin/python tests/cuda_build_check.py
 

@@ -44,6 +44,13 @@ inline void check_same_shape(const char* name, const torch::stable::Tensor& tens
                   shape_of(tensor));
 }
 
+inline void check_same_dtype(const char* name, const torch::stable::Tensor& tensor, const char* other_name,
+                             const torch::stable::Tensor& other) {
+  STD_TORCH_CHECK(tensor.scalar_type() == other.scalar_type(), name, ": expected the dtype of ", other_name, ", ",
+                  torch::headeronly::toString(other.scalar_type()), ", got ",
+                  torch::headeronly::toString(tensor.scalar_type()));
+}
+
 inline void check_statistics(const char* name, const torch::stable::Tensor& tensor, int64_t rows) {
   STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Float, name, ": expected float32, got ",
                   torch::headeronly::toString(tensor.scalar_type()));

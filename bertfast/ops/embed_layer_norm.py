@@ -103,9 +103,10 @@ def _backward(
     """Gradients of the sum, of weight and bias, and of the word, position and token type tables; of a table whose
     `rows` are None it is not wanted."""
     dsum, dweight, dbias = _BWD[backend](dout, total, mean, rstd, weight, seed, dropout_p)
-    if token_type_ids is None:
+    _, position_rows, token_type_rows = rows
+    if token_type_ids is None and token_type_rows is not None:
         token_type_ids = dsum.new_zeros(1, dtype=torch.int64)
-    if position_ids is None:
+    if position_ids is None and position_rows is not None:
         position_ids = torch.arange(dsum.shape[-2], device=dsum.device)
     ids = input_ids, position_ids, token_type_ids
     tables = (

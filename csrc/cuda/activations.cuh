@@ -4,7 +4,8 @@
 //     sigmoid(z)  = 1 / (1 + e) for z >= 0, else e / (1 + e)             sigmoid'(z) = e / (1 + e)^2
 //     (1 + tanh(y)) / 2 = sigmoid(2 y)                                   tanh'(x) = 4 sigmoid'(2 x)
 //     tanh(log(1 + exp(x))) = (1 + 2 e) / (1 + 2 e + 2 e^2) for x >= 0, else (e^2 + 2 e) / (e^2 + 2 e + 2)
-// NaN stays NaN everywhere: comparisons are written so that it falls on the side that passes it on.
+// Denominators are between 1 and 5. NaN stays NaN everywhere: comparisons are written so that it falls on the side that
+// passes it on.
 #pragma once
 
 #include <cmath>
@@ -22,12 +23,13 @@ constexpr float kCubic = 0.044715f;
 
 __device__ __forceinline__ float sigmoid(float z) {
   const float e = expf(-fabsf(z));
-  return (z >= 0 ? 1.0f : e) / (1.0f + e);
+  return (z >= 0 ? 1.0f : e) * reciprocal(1.0f + e);
 }
 
 __device__ __forceinline__ float sigmoid_slope(float z) {
   const float e = expf(-fabsf(z));
-  return e / ((1.0f + e) * (1.0f + e));
+  const float r = reciprocal(1.0f + e);
+  return e * r * r;
 }
 
 // 2 sqrt(2 / pi) (x + 0.044715 x^3). Beyond |x| = 16 its exponential is 0 and stays 0, so x is held there: its cube is
@@ -104,13 +106,13 @@ struct Activation<Formula::kMish> {
   __device__ __forceinline__ static float value(float x) {
     const float e = expf(-fabsf(x));
     const float n = x >= 0 ? 1.0f + 2.0f * e : e * (e + 2.0f);
-    return x * (n / (n + (x >= 0 ? 2.0f * e * e : 2.0f)));
+    return x * (n * reciprocal(n + (x >= 0 ? 2.0f * e * e : 2.0f)));
   }
   __device__ __forceinline__ static float derivative(float x) {
     const float e = expf(-fabsf(x));
     const float n = x >= 0 ? 1.0f + 2.0f * e : e * (e + 2.0f);
-    const float d = n + (x >= 0 ? 2.0f * e * e : 2.0f);
-    return n / d + x * (4.0f * (1.0f + e) * (x >= 0 ? e * e : e) / (d * d));
+    const float r = reciprocal(n + (x >= 0 ? 2.0f * e * e : 2.0f));
+    return n * r + x * (4.0f * (1.0f + e) * (x >= 0 ? e * e : e) * r * r);
   }
 };
 

@@ -11,8 +11,6 @@
 
 namespace bertfast {
 
-constexpr int64_t kMaxWidth = 8192;
-
 inline Dtype dtype_of(const Tensor& tensor) {
   switch (tensor.scalar_type()) {
     case ScalarType::Half:
@@ -20,6 +18,8 @@ inline Dtype dtype_of(const Tensor& tensor) {
     case ScalarType::BFloat16:
       return Dtype::kBFloat16;
     default:
+      STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Float, "expected float32, bfloat16 or float16, got ",
+                      torch::headeronly::toString(tensor.scalar_type()));
       return Dtype::kFloat;
   }
 }

@@ -5,6 +5,9 @@
 
 namespace bertfast {
 
+// Of rows that kernels normalise.
+constexpr int kMaxWidth = 8192;
+
 enum class Dtype : int32_t { kFloat, kHalf, kBFloat16 };
 
 constexpr int64_t item_size(Dtype dtype) {

@@ -54,7 +54,7 @@ int64_t stripes_of(int width) {
 template <class T>
 struct Forward {
   Source<T> product;
-  Source<AnyType> bias;
+  Source<T> bias;
   Target<T> out, pre;
   Dropout<kStreamFeedForward> dropout;
   Formula formula;
@@ -76,20 +76,30 @@ template <class T, bool kVector>
 __global__ void __launch_bounds__(kThreads) bias_activation_fwd_kernel(const Forward<T> args) {
   const Stripe<T> stripe(args.width);
   constexpr int N = stripe.N;
-  const auto bias = args.bias.template load<kVector, N>(stripe.column, args.bias ? stripe.count : 0);
-#pragma unroll 1
-  for (int64_t i = stripe.block * kRows; i < args.rows && i < (stripe.block + 1) * kRows; ++i) {
-    const int64_t at = i * args.width + stripe.column;
-    const auto product = args.product.template load<kVector, N>(at, stripe.count);
+  const auto key = args.dropout.key();
+  const int64_t first = stripe.block * kRows;
+  const int rows = static_cast<int>(args.rows - first < kRows ? args.rows - first : kRows);
+  typename Source<T>::template Packet<N> product[kRows], bias[1];
+  // Of a row beyond the last nothing is read.
+  args.product.template load<kVector>(
+      product, [&](int r) { return (first + r) * args.width + stripe.column; },
+      [&](int r) { return r < rows ? stripe.count : 0; });
+  if (args.bias) {
+    args.bias.template load<kVector>(bias, [&](int) { return stripe.column; }, [&](int) { return stripe.count; });
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    if (r >= rows) break;
+    const int64_t at = (first + r) * args.width + stripe.column;
     float values[N];
 #pragma unroll
-    for (int k = 0; k < N; ++k) values[k] = args.bias ? product[k] + bias[k] : product[k];
+    for (int k = 0; k < N; ++k) values[k] = args.bias ? product[r][k] + bias[0][k] : product[r][k];
     if (args.pre) args.pre.template store<kVector>(at, stripe.count, values);
     with_activation(args.formula, [&](auto activation) {
 #pragma unroll
       for (int k = 0; k < N; ++k) values[k] = activation.value(values[k]);
     });
-    if (args.dropout) args.dropout.apply(i, stripe.column, values);
+    if (args.dropout) args.dropout.apply(key, first + r, stripe.column, values);
     args.out.template store<kVector>(at, stripe.count, values);
   }
 }
@@ -122,40 +132,48 @@ template <class T, bool kVector>
 __global__ void __launch_bounds__(kThreads) bias_activation_bwd_kernel(const Backward<T> args) {
   const Stripe<T> stripe(args.width);
   constexpr int N = stripe.N;
+  using Packet = typename Source<T>::template Packet<N>;
+  const auto key = args.dropout.key();
   float dbias[N] = {};
+  Packet dout[1], pre[1];
+  const auto load = [&](int64_t i) {
+    const int count = i < args.rows ? stripe.count : 0;
+    args.dout.template load<kVector>(
+        dout, [&](int) { return i * args.stride_dout + stripe.column; }, [&](int) { return count; });
+    args.pre.template load<kVector>(
+        pre, [&](int) { return i * args.stride_pre + stripe.column; }, [&](int) { return count; });
+  };
+  load(stripe.block);
 #pragma unroll 1
   for (int64_t i = stripe.block; i < args.rows; i += stripe.blocks) {
-    const auto dout = args.dout.template load<kVector, N>(i * args.stride_dout + stripe.column, stripe.count);
-    const auto pre = args.pre.template load<kVector, N>(i * args.stride_pre + stripe.column, stripe.count);
-    const int64_t at = i * args.width + stripe.column;
-    float values[N];
+    float gradient[N], input[N];
 #pragma unroll
-    for (int k = 0; k < N; ++k) values[k] = dout[k];
-    if (args.dropout) args.dropout.apply(i, stripe.column, values);
+    for (int k = 0; k < N; ++k) {
+      gradient[k] = dout[0][k];
+      input[k] = pre[0][k];
+    }
+    // The next row is under way while this one is computed.
+    load(i + stripe.blocks);
+    const int64_t at = i * args.width + stripe.column;
+    if (args.dropout) args.dropout.apply(key, i, stripe.column, gradient);
     with_activation(args.formula, [&](auto activation) {
 #pragma unroll
-      for (int k = 0; k < N; ++k) values[k] *= activation.derivative(pre[k]);
+      for (int k = 0; k < N; ++k) gradient[k] *= activation.derivative(input[k]);
     });
-    args.dpre.template store<kVector>(at, stripe.count, values);
+    args.dpre.template store<kVector>(at, stripe.count, gradient);
 #pragma unroll
-    for (int k = 0; k < N; ++k) dbias[k] += values[k];
+    for (int k = 0; k < N; ++k) dbias[k] += gradient[k];
     if (args.out) {
       with_activation(args.formula, [&](auto activation) {
 #pragma unroll
-        for (int k = 0; k < N; ++k) values[k] = activation.value(pre[k]);
+        for (int k = 0; k < N; ++k) input[k] = activation.value(input[k]);
       });
-      if (args.dropout) args.dropout.apply(i, stripe.column, values);
-      args.out.template store<kVector>(at, stripe.count, values);
+      if (args.dropout) args.dropout.apply(key, i, stripe.column, input);
+      args.out.template store<kVector>(at, stripe.count, input);
     }
   }
-  if (args.partial) {
-    store_packet<false>(args.partial + stripe.block * args.width + stripe.column, stripe.count, dbias);
-  }
-}
-
-template <class T>
-bool fits_vectors(int width, const ConstArray& array, int64_t stride) {
-  return width % kPacket<T> == 0 && is_vector(array, stride, kPacket<T>);
+  if (args.partial)
+    store_packet<kVector>(args.partial + stripe.block * args.width + stripe.column, stripe.count, dbias);
 }
 
 }  // namespace
@@ -163,27 +181,25 @@ bool fits_vectors(int width, const ConstArray& array, int64_t stride) {
 void launch_bias_activation_fwd(const BiasActivationFwdArgs& a, cudaStream_t stream) {
   with_dtype(a.product.dtype, [&](auto type) {
     using T = decltype(type);
-    bool vector = fits_vectors<T>(a.width, a.bias, 0);
-    for (const ConstArray& array : {a.product, ConstArray(a.out), ConstArray(a.pre)}) {
-      vector = vector && fits_vectors<T>(a.width, array, a.width);
+    bool vector = a.width % kPacket<T> == 0;
+    for (const ConstArray& array : {a.product, a.bias, ConstArray(a.out), ConstArray(a.pre)}) {
+      vector = vector && fits_words(array, a.width);
     }
     launch("bias_activation_fwd", vector ? bias_activation_fwd_kernel<T, true> : bias_activation_fwd_kernel<T, false>,
            ((a.rows - 1) / kRows + 1) * stripes_of<T>(a.width), 1, kThreads, 0, stream, Forward<T>(a));
   });
 }
 
-int64_t bias_activation_bwd_programs(int64_t rows, int width, int multiprocessors) {
-  const int64_t stripes = stripes_of<__half>(width);
+int64_t bias_activation_bwd_programs(int64_t rows, int width, Dtype dtype, int multiprocessors) {
+  const int64_t stripes = dtype == Dtype::kFloat ? stripes_of<float>(width) : stripes_of<__half>(width);
   return std::min(rows, std::max<int64_t>(1, kBlocks * multiprocessors / stripes));
 }
 
 void launch_bias_activation_bwd(const BiasActivationBwdArgs& a, cudaStream_t stream) {
   with_dtype(a.pre.dtype, [&](auto type) {
     using T = decltype(type);
-    bool vector = fits_vectors<T>(a.width, a.dout, a.stride_dout) && fits_vectors<T>(a.width, a.pre, a.stride_pre);
-    for (const ConstArray& array : {ConstArray(a.dpre), ConstArray(a.out)}) {
-      vector = vector && fits_vectors<T>(a.width, array, a.width);
-    }
+    const bool vector = a.width % kPacket<T> == 0 && fits_words(a.dout, a.stride_dout) &&
+                        fits_words(a.pre, a.stride_pre) && fits_words(a.dpre, a.width) && fits_words(a.out, a.width);
     launch("bias_activation_bwd", vector ? bias_activation_bwd_kernel<T, true> : bias_activation_bwd_kernel<T, false>,
            a.programs * stripes_of<T>(a.width), 1, kThreads, 0, stream, Backward<T>(a));
   });

@@ -28,7 +28,7 @@ enum class Formula : int32_t {
 struct BiasActivationFwdArgs {
   ConstArray product;  // (rows, width) contiguous
   ConstArray bias;     // (width,), or null
-  Array out, pre;      // contiguous, in the dtype of product; pre may be null, or product
+  Array out, pre;      // contiguous; pre null where it is product, or not wanted. All are of one dtype
   DropoutArgs dropout;
   Formula formula;
   int64_t rows;
@@ -50,6 +50,6 @@ void launch_bias_activation_fwd(const BiasActivationFwdArgs& args, cudaStream_t 
 void launch_bias_activation_bwd(const BiasActivationBwdArgs& args, cudaStream_t stream);
 
 // How many blocks walk over the rows of each stripe of columns in a backward pass, and leave as many partial sums.
-int64_t bias_activation_bwd_programs(int64_t rows, int width, int multiprocessors);
+int64_t bias_activation_bwd_programs(int64_t rows, int width, Dtype dtype, int multiprocessors);
 
 }  // namespace bertfast

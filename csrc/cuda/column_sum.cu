@@ -1,9 +1,13 @@
 // The second stage of sums over rows: (K, P, N) partial sums to K vectors (N,), in one order whatever runs beside it.
 //
-// Bytes: 4 K P N read, 4 K N written; P is a few hundred at most, so this is a few per cent of what made the partial
-// sums. A warp reads 32 neighbouring columns of a row, the block's 8 warps every eighth row.
+// Bytes: 4 K P N read, 4 K N written, and 4 K P N written by the first stage. P is up to three blocks a multiprocessor,
+// so that they are a few per cent of a pass over 16,384 rows, and a half of one over 1,024. A warp reads 32
+// neighbouring columns of a row, the block's 8 warps every eighth row.
+#include <algorithm>
+
 #include "column_sum.h"
 #include "intrinsics.cuh"
+#include "rows.cuh"
 
 namespace bertfast {
 namespace {
@@ -31,6 +35,14 @@ __global__ void __launch_bounds__(kWarps* kWarpSize)
 }
 
 }  // namespace
+
+int64_t row_programs(int64_t rows, int width, int multiprocessors) {
+  using Narrow = BackwardRow<__half, true, true>;
+  using Wide = BackwardRow<__half, false, true>;
+  const bool narrow = width <= kNarrow;
+  const int64_t most = (narrow ? Narrow::kMinBlocks : Wide::kMinBlocks) * multiprocessors;
+  return std::min(most, (rows - 1) / (narrow ? Narrow::kTeams : Wide::kTeams) + 1);
+}
 
 void launch_column_sum(const float* partial, int count, int64_t programs, int width, float* const (&sums)[3],
                        cudaStream_t stream) {

@@ -15,7 +15,7 @@ class ColumnSum {
 
   // Of floats.
   __host__ __device__ static constexpr int shared_count(int width) {
-    return kInRegisters ? R::kTeams * width : R::kMaxWidth;
+    return kInRegisters ? R::kTeams * width : R::kWidest;
   }
 
   __device__ __forceinline__ ColumnSum(SharedMemory& shared, int width)

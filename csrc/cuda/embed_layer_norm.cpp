@@ -113,6 +113,7 @@ std::tuple<Tensor, Tensor, Tensor> embed_layer_norm_bwd(Tensor dout, Tensor sum,
   check_width(width);
   check_float("dout", dout);
   check_same_shape("dout", dout, "sum", sum);
+  check_same_dtype("dout", dout, "sum", sum);
   check_statistics("mean", mean, rows);
   check_statistics("rstd", rstd, rows);
   check_vector("weight", weight, width);
@@ -129,7 +130,7 @@ std::tuple<Tensor, Tensor, Tensor> embed_layer_norm_bwd(Tensor dout, Tensor sum,
   weight = as_contiguous(weight);
   EmbedLayerNormBwdArgs args{};
   args.width = static_cast<int>(width);
-  args.programs = embed_layer_norm_bwd_programs(rows, args.width, on.multiprocessors());
+  args.programs = row_programs(rows, args.width, on.multiprocessors());
   const Tensor partial = new_empty(sum, {2, args.programs, width}, ScalarType::Float);
   args.dout = array_of(dout);
   args.sum = array_of(sum);

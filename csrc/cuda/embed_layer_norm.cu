@@ -48,7 +48,7 @@ template <class T>
 struct Forward {
   Ids input_ids, token_type_ids, position_ids;
   Table<T> embeds, word, position, token_type;
-  Source<AnyType> weight, bias;
+  Source<T> weight, bias;
   Target<T> out, sum;
   Global<float> mean, rstd;
   Dropout<kStreamEmbedLayerNorm> dropout;
@@ -77,21 +77,12 @@ struct Forward {
         eps(a.eps) {}
 };
 
-// Adds a row of a table to z.
+// Loads a row of a table; false for an id outside it, of which nothing is read.
 template <class R, class T>
-__device__ __forceinline__ void add_row(const R& row, const Table<T>& table, int64_t id, RowValues<R>& z) {
+__device__ __forceinline__ bool gather(const R& row, const Table<T>& table, int64_t id, RowPackets<R, T>& packets) {
   const bool inside = id >= 0 && id < table.rows;
-  const int64_t start = inside ? id * table.stride : 0;
-  decltype(row.load(table.source, 0, 0)) values[R::kPackets];
-  if (inside) {
-#pragma unroll
-    for (int p = 0; p < R::kPackets; ++p) values[p] = row.load(table.source, start, p);
-  }
-#pragma unroll
-  for (int p = 0; p < R::kPackets; ++p) {
-#pragma unroll
-    for (int k = 0; k < R::N; ++k) z[p][k] += inside ? values[p][k] : NAN;
-  }
+  if (inside) row.load(table.source, id * table.stride, packets);
+  return inside;
 }
 
 template <class T, bool kIsNarrow, bool kVector, class R = ForwardRow<T, kIsNarrow, kVector>>
@@ -103,26 +94,35 @@ __global__ void __launch_bounds__(R::kBlock, R::kMinBlocks) embed_layer_norm_fwd
   if (i >= args.rows) return;
   const int64_t batch = i / args.length;
   const int64_t place = i - batch * args.length;
-  RowValues<R> z = {};
-  if (args.embeds) {
-    add_row(row, args.embeds, i, z);
-  } else {
-    add_row(row, args.word, args.input_ids.at(batch, place, 0), z);
-  }
-  if (args.token_type) add_row(row, args.token_type, args.token_type_ids.at(batch, place, 0), z);
-  add_row(row, args.position, args.position_ids.at(batch, place, place), z);
+  // Ids first, then rows: all of them are under way before one is waited for.
+  const int64_t word_id = args.embeds ? i : args.input_ids.at(batch, place, 0);
+  const int64_t position_id = args.position_ids.at(batch, place, place);
+  const int64_t type_id = args.token_type ? args.token_type_ids.at(batch, place, 0) : 0;
+  RowPackets<R, T> word, position, types;
+  bool inside = gather(row, args.embeds ? args.embeds : args.word, word_id, word);
+  inside = gather(row, args.position, position_id, position) && inside;
+  if (args.token_type) inside = gather(row, args.token_type, type_id, types) && inside;
+  RowValues<R> z;
 #pragma unroll
   for (int p = 0; p < R::kPackets; ++p) {
 #pragma unroll
-    for (int k = 0; k < R::N; ++k) z[p][k] = args.out.round(z[p][k]);
+    for (int k = 0; k < R::N; ++k) {
+      const float words = args.token_type ? word[p][k] + types[p][k] : word[p][k];
+      z[p][k] = inside ? words + position[p][k] : NAN;
+    }
+    args.out.round(z[p]);
     if (args.sum) row.store(args.sum, i * args.width, p, z[p]);
   }
+  RowPackets<R, T> weight, bias;
+  row.load(args.weight, 0, weight);
+  row.load(args.bias, 0, bias);
   float mean, rstd;
   normalise(row, team, z, args.eps, mean, rstd);
-  scale_and_shift(row, args.weight, args.bias, z);
+  scale_and_shift<R>(weight, bias, z);
+  const auto key = args.dropout.key();
 #pragma unroll
   for (int p = 0; p < R::kPackets; ++p) {
-    if (args.dropout) args.dropout.apply(i, R::column(p), z[p]);
+    if (args.dropout) args.dropout.apply(key, i, R::column(p), z[p]);
     row.store(args.out, i * args.width, p, z[p]);
   }
   if (R::Team::thread() == 0) {
@@ -163,19 +163,20 @@ __global__ void __launch_bounds__(R::kBlock, R::kMinBlocks) embed_layer_norm_bwd
   SharedMemory shared;
   typename R::Team team(shared);
   ColumnSum<R> dweight(shared, args.width), dbias(shared, args.width);
+  const auto key = args.dropout.key();
+  const Weight<R> weight(row, args.weight);
   for (int64_t i = R::first(); i < args.rows; i += R::step()) {
-    RowValues<R> dout;
-    decltype(row.load(args.sum, 0, 0)) z[R::kPackets];
+    RowPackets<R, T> loaded, z;
+    row.load(args.dout, i * args.stride_dout, loaded);
+    row.load(args.sum, i * args.stride_sum, z);
+    RowValues<R> dout, dz;
 #pragma unroll
     for (int p = 0; p < R::kPackets; ++p) {
-      const auto loaded = row.load(args.dout, i * args.stride_dout, p);
-      z[p] = row.load(args.sum, i * args.stride_sum, p);
 #pragma unroll
-      for (int k = 0; k < R::N; ++k) dout[p][k] = loaded[k];
-      if (args.dropout) args.dropout.apply(i, R::column(p), dout[p]);
+      for (int k = 0; k < R::N; ++k) dout[p][k] = loaded[p][k];
+      if (args.dropout) args.dropout.apply(key, i, R::column(p), dout[p]);
     }
-    RowValues<R> dz;
-    normalise_bwd(row, team, dout, z, args.mean[i], args.rstd[i], args.weight, dz, dweight, dbias);
+    normalise_bwd(row, team, dout, z, args.mean[i], args.rstd[i], weight, dz, dweight, dbias);
 #pragma unroll
     for (int p = 0; p < R::kPackets; ++p) row.store(args.dsum, i * args.width, p, dz[p]);
   }
@@ -187,13 +188,15 @@ __global__ void __launch_bounds__(R::kBlock, R::kMinBlocks) embed_layer_norm_bwd
 }  // namespace
 
 void launch_embed_layer_norm_fwd(const EmbedLayerNormFwdArgs& a, cudaStream_t stream) {
-  const auto rows = {RowsArray{a.out, a.width},
-                     {a.sum, a.width},
-                     {a.embeds.array, a.embeds.stride},
-                     {a.word.array, a.word.stride},
-                     {a.position.array, a.position.stride},
-                     {a.token_type.array, a.token_type.stride}};
-  with_rows(rows, {a.weight, a.bias}, a.width, [&](auto type, auto vector, auto narrow) {
+  const auto arrays = {RowsArray{a.out, a.width},
+                       {a.sum, a.width},
+                       {a.embeds.array, a.embeds.stride},
+                       {a.word.array, a.word.stride},
+                       {a.position.array, a.position.stride},
+                       {a.token_type.array, a.token_type.stride},
+                       {a.weight},
+                       {a.bias}};
+  with_rows(arrays, a.width, [&](auto type, auto vector, auto narrow) {
     using T = decltype(type);
     using R = ForwardRow<T, narrow.value, vector.value>;
     launch("embed_layer_norm_fwd", embed_layer_norm_fwd_kernel<T, narrow.value, vector.value>,
@@ -201,18 +204,16 @@ void launch_embed_layer_norm_fwd(const EmbedLayerNormFwdArgs& a, cudaStream_t st
   });
 }
 
-int64_t embed_layer_norm_bwd_programs(int64_t rows, int width, int multiprocessors) {
-  return backward_programs(rows, width, multiprocessors);
-}
-
 void launch_embed_layer_norm_bwd(const EmbedLayerNormBwdArgs& a, cudaStream_t stream) {
-  const auto rows = {RowsArray{a.sum, a.stride_sum}, {a.dout, a.stride_dout}, {a.dsum, a.width}};
-  with_rows(rows, {a.weight}, a.width, [&](auto type, auto vector, auto narrow) {
-    using T = decltype(type);
-    using R = BackwardRow<T, narrow.value, vector.value>;
-    launch("embed_layer_norm_bwd", embed_layer_norm_bwd_kernel<T, narrow.value, vector.value>, a.programs, 1, R::kBlock,
-           R::Team::kSharedBytes + 2 * shared_bytes<float>(ColumnSum<R>::shared_count(a.width)), stream,
-           Backward<T>(a));
+  const auto arrays = {RowsArray{a.sum, a.stride_sum}, {a.dout, a.stride_dout}, {a.dsum, a.width}, {a.weight}};
+  with_dtype(a.sum.dtype, [&](auto type) {
+    with_row_form(arrays, a.width, kPacket<decltype(type)>, [&](auto vector, auto narrow) {
+      using T = decltype(type);
+      using R = BackwardRow<T, narrow.value, vector.value>;
+      launch("embed_layer_norm_bwd", embed_layer_norm_bwd_kernel<T, narrow.value, vector.value>, a.programs, 1,
+             R::kBlock, R::Team::kSharedBytes + 2 * shared_bytes<float>(ColumnSum<R>::shared_count(a.width)), stream,
+             Backward<T>(a));
+    });
   });
 }
 

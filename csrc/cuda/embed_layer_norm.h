@@ -50,7 +50,4 @@ struct EmbedLayerNormBwdArgs {
 void launch_embed_layer_norm_fwd(const EmbedLayerNormFwdArgs& args, cudaStream_t stream);
 void launch_embed_layer_norm_bwd(const EmbedLayerNormBwdArgs& args, cudaStream_t stream);
 
-// How many blocks walk over the rows of a backward pass, and leave as many partial sums.
-int64_t embed_layer_norm_bwd_programs(int64_t rows, int width, int multiprocessors);
-
 }  // namespace bertfast

@@ -45,18 +45,9 @@ __device__ __forceinline__ int warp() {
 
 // ---- global memory, 16 bytes at a time; the address must be a multiple of 16
 
-// Loads are volatile: else the compiler takes those of a loop that do not change, such as a LayerNorm's weights, in
-// front of it, and there are more of them than registers.
+// For what is read once, or once by each multiprocessor: it takes no place in L1. Volatile, because the compiler takes
+// loads of a loop that do not change, such as those of weights, in front of it, and there may be more than registers.
 __device__ __forceinline__ uint4 load_16(const uint4* address) {
-  uint4 value;
-  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-               : "l"(address));
-  return value;
-}
-
-// For what is read once: it takes no place in L1 from what is read again.
-__device__ __forceinline__ uint4 load_16_streaming(const uint4* address) {
   uint4 value;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
@@ -126,6 +117,14 @@ __device__ __forceinline__ uint32_t ballot(bool predicate, uint32_t mask = kFull
 }
 
 // ---- arithmetic
+
+// 1 / x to one unit in the last place, for x whose reciprocal is no subnormal number: a division proper has a way for
+// those, which costs a call.
+__device__ __forceinline__ float reciprocal(float x) {
+  float value;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
+  return value;
+}
 
 // The upper half of the 64-bit product.
 __device__ __forceinline__ uint32_t multiply_high(uint32_t a, uint32_t b) {

@@ -75,9 +75,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> add_layer_norm_bwd(Tensor dou
   check_width(width);
   check_float("dout", dout);
   check_same_shape("dout", dout, "sum", sum);
+  check_same_dtype("dout", dout, "sum", sum);
   if (dsum) {
     check_float("dsum", *dsum);
     check_same_shape("dsum", *dsum, "sum", sum);
+    check_same_dtype("dsum", *dsum, "sum", sum);
   }
   check_statistics("mean", mean, rows);
   check_statistics("rstd", rstd, rows);
@@ -103,7 +105,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> add_layer_norm_bwd(Tensor dou
   const int count = has_x_bias ? 3 : 2;
   AddLayerNormBwdArgs args{};
   args.width = static_cast<int>(width);
-  args.programs = add_layer_norm_bwd_programs(rows, args.width, on.multiprocessors());
+  args.programs = row_programs(rows, args.width, on.multiprocessors());
   const Tensor partial = new_empty(sum, {count, args.programs, width}, ScalarType::Float);
   args.dout = array_of(dout);
   args.dsum = array_of(dsum);

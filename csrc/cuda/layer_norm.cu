@@ -28,7 +28,7 @@ namespace {
 template <class T>
 struct Forward {
   Source<T> x, residual;
-  Source<AnyType> weight, bias, x_bias;
+  Source<T> weight, bias, x_bias;
   Target<T> out, sum;
   Global<float> mean, rstd;
   Dropout<kStreamAddLayerNorm> dropout;
@@ -61,36 +61,40 @@ __global__ void __launch_bounds__(R::kBlock, R::kMinBlocks) add_layer_norm_fwd_k
   typename R::Team team(shared);
   const int64_t i = R::first();
   if (i >= args.rows) return;
-  // All loads of the row are under way before one is waited for.
-  decltype(row.load(args.x, 0, 0)) x[R::kPackets], residual[R::kPackets];
-#pragma unroll
-  for (int p = 0; p < R::kPackets; ++p) x[p] = row.load(args.x, i * args.stride_x, p);
-  if (args.residual) {
-#pragma unroll
-    for (int p = 0; p < R::kPackets; ++p) residual[p] = row.load(args.residual, i * args.stride_residual, p);
-  }
+  const auto key = args.dropout.key();
+  RowPackets<R, T> x, residual, weight, bias;
+  row.load(args.x, i * args.stride_x, x);
+  if (args.residual) row.load(args.residual, i * args.stride_residual, residual);
   RowValues<R> z;
 #pragma unroll
   for (int p = 0; p < R::kPackets; ++p) {
 #pragma unroll
     for (int k = 0; k < R::N; ++k) z[p][k] = x[p][k];
-    if (args.x_bias) {
-      const auto x_bias = row.load(args.x_bias, 0, p);
+  }
+  if (args.x_bias) {
+    row.load(args.x_bias, 0, x);
 #pragma unroll
-      for (int k = 0; k < R::N; ++k) z[p][k] += x_bias[k];
+    for (int p = 0; p < R::kPackets; ++p) {
+#pragma unroll
+      for (int k = 0; k < R::N; ++k) z[p][k] += x[p][k];
     }
-    if (args.dropout) args.dropout.apply(i, R::column(p), z[p]);
+  }
+#pragma unroll
+  for (int p = 0; p < R::kPackets; ++p) {
+    if (args.dropout) args.dropout.apply(key, i, R::column(p), z[p]);
     if (args.residual) {
 #pragma unroll
       for (int k = 0; k < R::N; ++k) z[p][k] = residual[p][k] + z[p][k];
     }
-#pragma unroll
-    for (int k = 0; k < R::N; ++k) z[p][k] = args.out.round(z[p][k]);
+    args.out.round(z[p]);
     if (args.sum) row.store(args.sum, i * args.width, p, z[p]);
   }
+  // Under way while the statistics are summed.
+  row.load(args.weight, 0, weight);
+  row.load(args.bias, 0, bias);
   float mean, rstd;
   normalise(row, team, z, args.eps, mean, rstd);
-  scale_and_shift(row, args.weight, args.bias, z);
+  scale_and_shift<R>(weight, bias, z);
 #pragma unroll
   for (int p = 0; p < R::kPackets; ++p) row.store(args.out, i * args.width, p, z[p]);
   if (R::Team::thread() == 0) {
@@ -135,15 +139,14 @@ __global__ void __launch_bounds__(R::kBlock, R::kMinBlocks) add_layer_norm_bwd_k
   typename R::Team team(shared);
   ColumnSum<R> dweight(shared, args.width), dbias(shared, args.width);
   std::conditional_t<kXBias, ColumnSum<R>, NoColumnSum<R>> dx_bias(shared, args.width);
+  const auto key = args.dropout.key();
+  const Weight<R> weight(row, args.weight);
   for (int64_t i = R::first(); i < args.rows; i += R::step()) {
-    decltype(row.load(args.sum, 0, 0)) dout[R::kPackets], z[R::kPackets];
-#pragma unroll
-    for (int p = 0; p < R::kPackets; ++p) {
-      dout[p] = row.load(args.dout, i * args.stride_dout, p);
-      z[p] = row.load(args.sum, i * args.stride_sum, p);
-    }
+    RowPackets<R, T> dout, z;
+    row.load(args.dout, i * args.stride_dout, dout);
+    row.load(args.sum, i * args.stride_sum, z);
     RowValues<R> dz;
-    normalise_bwd(row, team, dout, z, args.mean[i], args.rstd[i], args.weight, dz, dweight, dbias);
+    normalise_bwd(row, team, dout, z, args.mean[i], args.rstd[i], weight, dz, dweight, dbias);
 #pragma unroll
     for (int p = 0; p < R::kPackets; ++p) {
       if (args.dsum) {
@@ -152,7 +155,7 @@ __global__ void __launch_bounds__(R::kBlock, R::kMinBlocks) add_layer_norm_bwd_k
         for (int k = 0; k < R::N; ++k) dz[p][k] += dsum[k];
       }
       if (args.dresidual) row.store(args.dresidual, i * args.width, p, dz[p]);
-      if (args.dropout) args.dropout.apply(i, R::column(p), dz[p]);
+      if (args.dropout) args.dropout.apply(key, i, R::column(p), dz[p]);
       row.store(args.dx, i * args.width, p, dz[p]);
 #pragma unroll
       for (int k = 0; k < R::N; ++k) dx_bias.add(p, k, dz[p][k]);
@@ -168,8 +171,14 @@ __global__ void __launch_bounds__(R::kBlock, R::kMinBlocks) add_layer_norm_bwd_k
 }  // namespace
 
 void launch_add_layer_norm_fwd(const AddLayerNormFwdArgs& a, cudaStream_t stream) {
-  const auto rows = {RowsArray{a.out, a.width}, {a.x, a.stride_x}, {a.residual, a.stride_residual}, {a.sum, a.width}};
-  with_rows(rows, {a.weight, a.bias, a.x_bias}, a.width, [&](auto type, auto vector, auto narrow) {
+  const auto arrays = {RowsArray{a.out, a.width},
+                       {a.x, a.stride_x},
+                       {a.residual, a.stride_residual},
+                       {a.sum, a.width},
+                       {a.weight},
+                       {a.bias},
+                       {a.x_bias}};
+  with_rows(arrays, a.width, [&](auto type, auto vector, auto narrow) {
     using T = decltype(type);
     using R = ForwardRow<T, narrow.value, vector.value>;
     launch("add_layer_norm_fwd", add_layer_norm_fwd_kernel<T, narrow.value, vector.value>, (a.rows - 1) / R::kTeams + 1,
@@ -177,26 +186,23 @@ void launch_add_layer_norm_fwd(const AddLayerNormFwdArgs& a, cudaStream_t stream
   });
 }
 
-int64_t add_layer_norm_bwd_programs(int64_t rows, int width, int multiprocessors) {
-  return backward_programs(rows, width, multiprocessors);
-}
-
 void launch_add_layer_norm_bwd(const AddLayerNormBwdArgs& a, cudaStream_t stream) {
-  const auto rows = {RowsArray{a.sum, a.stride_sum},
-                     {a.dout, a.stride_dout},
-                     {a.dsum, a.stride_dsum},
-                     {a.dx, a.width},
-                     {a.dresidual, a.width}};
-  with_rows(rows, {a.weight}, a.width, [&](auto type, auto vector, auto narrow) {
-    using T = decltype(type);
-    using R = BackwardRow<T, narrow.value, vector.value>;
-    const auto run = [&](auto x_bias) {
-      launch("add_layer_norm_bwd", add_layer_norm_bwd_kernel<T, narrow.value, vector.value, x_bias.value>, a.programs,
-             1, R::kBlock,
-             R::Team::kSharedBytes + (x_bias.value ? 3 : 2) * shared_bytes<float>(ColumnSum<R>::shared_count(a.width)),
-             stream, Backward<T>(a));
-    };
-    a.has_x_bias ? run(std::true_type()) : run(std::false_type());
+  const auto arrays = {RowsArray{a.sum, a.stride_sum}, {a.dout, a.stride_dout},
+                       {a.dsum, a.stride_dsum},        {a.dx, a.width},
+                       {a.dresidual, a.width},         {a.weight}};
+  with_dtype(a.sum.dtype, [&](auto type) {
+    with_row_form(arrays, a.width, kPacket<decltype(type)>, [&](auto vector, auto narrow) {
+      using T = decltype(type);
+      using R = BackwardRow<T, narrow.value, vector.value>;
+      const auto run = [&](auto x_bias) {
+        launch(
+            "add_layer_norm_bwd", add_layer_norm_bwd_kernel<T, narrow.value, vector.value, x_bias.value>, a.programs, 1,
+            R::kBlock,
+            R::Team::kSharedBytes + (x_bias.value ? 3 : 2) * shared_bytes<float>(ColumnSum<R>::shared_count(a.width)),
+            stream, Backward<T>(a));
+      };
+      a.has_x_bias ? run(std::true_type()) : run(std::false_type());
+    });
   });
 }
 

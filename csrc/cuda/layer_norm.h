@@ -38,7 +38,4 @@ struct AddLayerNormBwdArgs {
 void launch_add_layer_norm_fwd(const AddLayerNormFwdArgs& args, cudaStream_t stream);
 void launch_add_layer_norm_bwd(const AddLayerNormBwdArgs& args, cudaStream_t stream);
 
-// How many blocks walk over the rows of a backward pass, and leave as many partial sums.
-int64_t add_layer_norm_bwd_programs(int64_t rows, int width, int multiprocessors);
-
 }  // namespace bertfast

@@ -1,7 +1,6 @@
 // The ops linear_gelu_{fwd,bwd} on CUDA: the GEMM is torch's, bias, activation and dropout are one pass behind it.
 #include <torch/csrc/stable/library.h>
 
-#include <array>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -11,6 +10,7 @@
 #include "arguments.h"
 #include "bias_activation.h"
 #include "column_sum.h"
+#include "linear.h"
 
 namespace bertfast {
 namespace {
@@ -28,13 +28,6 @@ Formula formula_of(const std::string& name) {
   STD_TORCH_CHECK(false, "activation: expected a formula of bertfast.activations.FORMULAS, got ", name);
 }
 
-Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
-  std::array<StableIValue, 3> stack{torch::stable::detail::from(x), torch::stable::detail::from(weight),
-                                    torch::stable::detail::from(bias)};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
-}
-
 std::tuple<Tensor, Tensor> linear_gelu_fwd(Tensor x, Tensor weight, std::optional<Tensor> bias, std::string activation,
                                            std::optional<Tensor> seed, double dropout_p, bool need_pre) {
   check_float("x", x);
@@ -42,7 +35,10 @@ std::tuple<Tensor, Tensor> linear_gelu_fwd(Tensor x, Tensor weight, std::optiona
   STD_TORCH_CHECK(weight.dim() == 2 && weight.size(1) == x.size(x.dim() - 1), "weight: expected shape (N, ",
                   x.size(x.dim() - 1), "), got ", shape_of(weight));
   const int64_t width = weight.size(0);
-  if (bias) check_vector("bias", *bias, width);
+  if (bias) {
+    check_vector("bias", *bias, width);
+    check_same_dtype("bias", *bias, "x", x);
+  }
   const Formula formula = formula_of(activation);
   const OnDevice on(x);
   // The bias may cancel the product: in half precision it belongs in front of the rounding, in fp32 it rides along.
@@ -76,9 +72,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_gelu_bwd(Tensor dout, Tensor pre, std:
   check_float("pre", pre);
   check_min_dim("pre", pre, 1);
   check_same_shape("dout", dout, "pre", pre);
-  STD_TORCH_CHECK(dout.scalar_type() == pre.scalar_type(), "dout: expected the dtype of pre, ",
-                  torch::headeronly::toString(pre.scalar_type()), ", got ",
-                  torch::headeronly::toString(dout.scalar_type()));
+  check_same_dtype("dout", dout, "pre", pre);
   const Formula formula = formula_of(activation);
   const std::vector<int64_t> sizes = sizes_of(pre);
   const int64_t width = sizes.back();
@@ -93,7 +87,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_gelu_bwd(Tensor dout, Tensor pre, std:
   BiasActivationBwdArgs args{};
   args.rows = pre.size(0);
   args.width = static_cast<int>(width);
-  args.programs = bias_activation_bwd_programs(args.rows, args.width, on.multiprocessors());
+  args.programs = bias_activation_bwd_programs(args.rows, args.width, dtype_of(pre), on.multiprocessors());
   const Tensor partial = new_empty(pre, {1, has_bias ? args.programs : 0, width}, ScalarType::Float);
   args.dout = array_of(dout);
   args.pre = array_of(pre);

@@ -24,31 +24,38 @@ __device__ __forceinline__ float to_float(__nv_bfloat16 value) {
   return __bfloat162float(value);
 }
 
-// Rounded to nearest even.
-template <class T>
-__device__ __forceinline__ T from_float(float value) {
-  if constexpr (std::is_same_v<T, __half>) {
-    return __float2half_rn(value);
-  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    return __float2bfloat16_rn(value);
-  } else {
-    return value;
-  }
-}
-
 template <class T, int N>
 struct Packet {
   static constexpr int kWord = 16 / static_cast<int>(sizeof(T));
-  // Else `is_vector` lets no kernel come to it by kVector.
+  // Not 4 elements of half precision, as a vector beside fp32 rows has.
   static constexpr bool kIsWords = N % kWord == 0;
   T values[N];
 
   __device__ __forceinline__ float operator[](int i) const { return to_float(values[i]); }
 };
 
-// The first `count` of N elements: all or none with kVector. The others stay undefined. kIsStream: see
-// load_16_streaming.
-template <bool kVector, bool kIsStream, int N, class T>
+// Rounded to nearest even, in pairs: one instruction makes two.
+template <class T, int N>
+__device__ __forceinline__ Packet<T, N> pack(const float (&values)[N]) {
+  Packet<T, N> packet;
+#pragma unroll
+  for (int i = 0; i < N; i += 2) {
+    if constexpr (std::is_same_v<T, __half>) {
+      const __half2 pair = __floats2half2_rn(values[i], values[i + 1]);
+      memcpy(packet.values + i, &pair, 4);
+    } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(values[i], values[i + 1]);
+      memcpy(packet.values + i, &pair, 4);
+    } else {
+      packet.values[i] = values[i];
+      packet.values[i + 1] = values[i + 1];
+    }
+  }
+  return packet;
+}
+
+// The first `count` of N elements: all or none with kVector. The others stay undefined.
+template <bool kVector, int N, class T>
 __device__ __forceinline__ Packet<T, N> load_packet(Global<const T> address, int count) {
   using P = Packet<T, N>;
   P packet;
@@ -56,8 +63,7 @@ __device__ __forceinline__ Packet<T, N> load_packet(Global<const T> address, int
 #pragma unroll
     for (int i = 0; i < N; i += P::kWord) {
       if (count == 0) continue;
-      const Global<const uint4> source = reinterpret<const uint4>(address + i);
-      const uint4 word = kIsStream ? load_16_streaming(source) : load_16(source);
+      const uint4 word = load_16(reinterpret<const uint4>(address + i));
       memcpy(packet.values + i, &word, 16);
     }
   } else {
@@ -72,9 +78,7 @@ __device__ __forceinline__ Packet<T, N> load_packet(Global<const T> address, int
 template <bool kVector, int N, class T>
 __device__ __forceinline__ void store_packet(Global<T> address, int count, const float (&values)[N]) {
   using P = Packet<T, N>;
-  P packet;
-#pragma unroll
-  for (int i = 0; i < N; ++i) packet.values[i] = from_float<T>(values[i]);
+  const P packet = pack<T>(values);
   if constexpr (kVector && P::kIsWords) {
 #pragma unroll
     for (int i = 0; i < N; i += P::kWord) {
@@ -119,20 +123,28 @@ void with_dtype(Dtype dtype, const Body& body) {
 // An array that is read.
 template <class T>
 struct Source {
+  template <int N>
+  using Packet = bertfast::Packet<T, N>;
+
   Global<const T> data;
 
   __host__ explicit Source(const ConstArray& array) : data(static_cast<const T*>(array.data)) {}
 
   __device__ __forceinline__ explicit operator bool() const { return data != nullptr; }
 
-  template <bool kVector, int N>
-  __device__ __forceinline__ Packet<T, N> load(int64_t i, int count) const {
-    return load_packet<kVector, true, N, T>(data + i, count);
+  // Packet p from `start(p)` on, with `count(p)` elements: all loads are under way before one is waited for.
+  template <bool kVector, int P, int N, class Start, class Count>
+  __device__ __forceinline__ void load(Packet<N> (&packets)[P], const Start& start, const Count& count) const {
+#pragma unroll
+    for (int p = 0; p < P; ++p) packets[p] = load_packet<kVector, N, T>(data + start(p), count(p));
   }
 };
 
 template <>
 struct Source<AnyType> {
+  template <int N>
+  using Packet = bertfast::Packet<float, N>;
+
   Global<const void> data;
   Dtype dtype;
 
@@ -140,18 +152,23 @@ struct Source<AnyType> {
 
   __device__ __forceinline__ explicit operator bool() const { return data != nullptr; }
 
-  template <bool kVector, int N>
-  __device__ __forceinline__ Packet<float, N> load(int64_t i, int count) const {
-    Packet<float, N> widened;
+  template <bool kVector, int P, int N, class Start, class Count>
+  __device__ __forceinline__ void load(Packet<N> (&packets)[P], const Start& start, const Count& count) const {
     with_type(dtype, [&](auto type) {
       using T = decltype(type);
-      const Packet<T, N> packet = load_packet<kVector, false, N, T>(reinterpret<const T>(data) + i, count);
+      bertfast::Packet<T, N> loaded[P];
 #pragma unroll
-      for (int k = 0; k < N; ++k) {
-        if (k < count) widened.values[k] = packet[k];
+      for (int p = 0; p < P; ++p) {
+        loaded[p] = load_packet<kVector, N, T>(reinterpret<const T>(data) + start(p), count(p));
+      }
+#pragma unroll
+      for (int p = 0; p < P; ++p) {
+#pragma unroll
+        for (int k = 0; k < N; ++k) {
+          if (k < count(p)) packets[p].values[k] = loaded[p][k];
+        }
       }
     });
-    return widened;
   }
 };
 
@@ -164,8 +181,13 @@ struct Target {
 
   __device__ __forceinline__ explicit operator bool() const { return data != nullptr; }
 
-  // What a stored value is read back as.
-  __device__ __forceinline__ float round(float value) const { return to_float(from_float<T>(value)); }
+  // Makes of values what is read back when they have been stored.
+  template <int N>
+  __device__ __forceinline__ void round(float (&values)[N]) const {
+    const auto packet = pack<T>(values);
+#pragma unroll
+    for (int k = 0; k < N; ++k) values[k] = packet[k];
+  }
 
   template <bool kVector, int N>
   __device__ __forceinline__ void store(int64_t i, int count, const float (&values)[N]) const {
@@ -182,10 +204,13 @@ struct Target<AnyType> {
 
   __device__ __forceinline__ explicit operator bool() const { return data != nullptr; }
 
-  __device__ __forceinline__ float round(float value) const {
-    float rounded = value;
-    with_type(dtype, [&](auto type) { rounded = to_float(from_float<decltype(type)>(value)); });
-    return rounded;
+  template <int N>
+  __device__ __forceinline__ void round(float (&values)[N]) const {
+    with_type(dtype, [&](auto type) {
+      const auto packet = pack<decltype(type)>(values);
+#pragma unroll
+      for (int k = 0; k < N; ++k) values[k] = packet[k];
+    });
   }
 
   template <bool kVector, int N>
@@ -203,11 +228,9 @@ constexpr int kPacket = 8;
 template <>
 inline constexpr int kPacket<float> = 4;
 
-// Whether rows of `array`, `stride` elements apart, can be read and written in packets of `n` by 16-byte accesses.
-inline bool is_vector(const ConstArray& array, int64_t stride, int n) {
-  const int64_t size = item_size(array.dtype);
-  return array.data == nullptr ||
-         (reinterpret_cast<uintptr_t>(array.data) % 16 == 0 && stride * size % 16 == 0 && n * size % 16 == 0);
+// Whether 16-byte accesses fit rows of `array`, `stride` elements apart.
+inline bool fits_words(const ConstArray& array, int64_t stride) {
+  return reinterpret_cast<uintptr_t>(array.data) % 16 == 0 && stride * item_size(array.dtype) % 16 == 0;
 }
 
 }  // namespace bertfast

@@ -49,17 +49,28 @@ struct Dropout {
 
   __device__ __forceinline__ explicit operator bool() const { return seed != nullptr; }
 
+  struct Key {
+    uint32_t low, high;
+  };
+
+  // To be read once: stores in between, which might change the seed for all the compiler knows, would have it read
+  // again.
+  __device__ __forceinline__ Key key() const {
+    if (seed == nullptr) return {};
+    const auto value = static_cast<uint64_t>(seed[0]);
+    return {static_cast<uint32_t>(value), static_cast<uint32_t>(value >> 32)};
+  }
+
   // Drops of a row's values those of columns `column` to column + N - 1, column a multiple of 4. What is dropped
   // becomes 0 whatever it was, NaN included.
   template <int N>
-  __device__ __forceinline__ void apply(int64_t row, int column, float (&values)[N]) const {
+  __device__ __forceinline__ void apply(const Key& key, int64_t row, int column, float (&values)[N]) const {
     static_assert(N % 4 == 0, "a counter gives four words");
-    const auto key = static_cast<uint64_t>(seed[0]);
 #pragma unroll
     for (int i = 0; i < N; i += 4) {
       uint32_t words[4] = {static_cast<uint32_t>((column + i) / 4), static_cast<uint32_t>(row),
                            static_cast<uint32_t>(static_cast<uint64_t>(row) >> 32), kStream};
-      philox(words, static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32));
+      philox(words, key.low, key.high);
 #pragma unroll
       for (int k = 0; k < 4; ++k) values[i + k] = words[k] > last_dropped ? values[i + k] * scale : 0.0f;
     }

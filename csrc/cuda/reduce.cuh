@@ -16,29 +16,46 @@ template <int kThreads, int kTeams>
 class Team {
  public:
   static constexpr int kWarps = kThreads / kWarpSize;
+  static constexpr int kMostSums = 2;  // at once
   // Of shared memory, for all teams of a block.
-  static constexpr int kSharedBytes = kWarps > 1 ? shared_bytes<float>(2 * kWarps * kTeams) : 0;
+  static constexpr int kSharedBytes = kWarps > 1 ? shared_bytes<float>(2 * kMostSums * kWarps * kTeams) : 0;
 
   __device__ __forceinline__ explicit Team(SharedMemory& shared) {
-    if constexpr (kWarps > 1) partial_ = shared.take<float>(2 * kWarps * kTeams) + index() * 2 * kWarps;
+    if constexpr (kWarps > 1) {
+      partial_ = shared.take<float>(2 * kMostSums * kWarps * kTeams) + index() * 2 * kMostSums * kWarps;
+    }
   }
 
   __device__ __forceinline__ static int index() { return static_cast<int>(threadIdx.x) / kThreads; }
   __device__ __forceinline__ static int thread() { return static_cast<int>(threadIdx.x) % kThreads; }
 
-  // To each thread; all of the team must call.
-  __device__ __forceinline__ float sum(float value) {
-    value = warp_sum(value);
+  // Each value's sum to each thread; all of the team must call.
+  template <int K>
+  __device__ __forceinline__ void sum(float (&values)[K]) {
+    static_assert(K <= kMostSums, "there is no shared memory for more");
+#pragma unroll
+    for (int j = 0; j < K; ++j) values[j] = warp_sum(values[j]);
     if constexpr (kWarps > 1) {
       // Two sets in turn: who writes one again has passed the other's barrier, where all had read this one.
-      Shared<float> partial = partial_ + (calls_++ % 2) * kWarps;
-      if (lane() == 0) partial[warp() % kWarps] = value;
-      sync();
-      value = 0;
+      Shared<float> partial = partial_ + (calls_++ % 2) * kMostSums * kWarps;
+      if (lane() == 0) {
 #pragma unroll
-      for (int i = 0; i < kWarps; ++i) value += partial[i];
+        for (int j = 0; j < K; ++j) partial[j * kWarps + warp() % kWarps] = values[j];
+      }
+      sync();
+#pragma unroll
+      for (int j = 0; j < K; ++j) {
+        values[j] = 0;
+#pragma unroll
+        for (int i = 0; i < kWarps; ++i) values[j] += partial[j * kWarps + i];
+      }
     }
-    return value;
+  }
+
+  __device__ __forceinline__ float sum(float value) {
+    float values[1] = {value};
+    sum(values);
+    return values[0];
   }
 
  private:
@@ -47,7 +64,11 @@ class Team {
     if constexpr (kTeams == 1) {
       sync_threads();
     } else {
-      named_barrier_sync(1 + index(), kThreads);
+      // Of a barrier that is only known at run time ptxas takes all sixteen.
+#pragma unroll
+      for (int i = 0; i < kTeams; ++i) {
+        if (index() == i) named_barrier_sync(1 + i, kThreads);
+      }
     }
   }
 

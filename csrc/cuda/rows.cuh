@@ -4,7 +4,8 @@
 // forward and 16 going backward, where gradients of parameters are added up beside them. Thread t of a team has the
 // packets t, t + kTeam, ... of a row. A team is
 //     forward:   a warp for rows up to 1,024, a block of 256 threads up to 8,192
-//     backward:  64 threads up to 1,024, a block of 512 up to 8,192 (256 of 32 values for mixed types)
+//     backward:  64 threads up to 1,024, a block up to 8,192: 512, or 256 of 32 values where they are not half
+//     precision
 #pragma once
 
 #include <algorithm>
@@ -27,7 +28,7 @@ struct Row {
   static constexpr int kTeams = kBlock / kTeam;
   static constexpr int N = kPacket<T>;
   static constexpr int kPackets = kValues / N;
-  static constexpr int kMaxWidth = kTeam * kValues;
+  static constexpr int kWidest = kTeam * kValues;
 
   using Team = bertfast::Team<kTeam, kTeams>;
 
@@ -48,10 +49,18 @@ struct Row {
     const int left = width - column(packet);
     return left <= 0 ? 0 : kVector || left > N ? N : left;
   }
-  // A packet of an array of which a row begins at `start`.
+  // The packets of a row that begins at `start`.
+  template <class S>
+  __device__ __forceinline__ void load(const S& source, int64_t start,
+                                       typename S::template Packet<N> (&packets)[kPackets]) const {
+    source.template load<kVector>(packets, [&](int p) { return start + column(p); }, [&](int p) { return count(p); });
+  }
+  // One of them.
   template <class S>
   __device__ __forceinline__ auto load(const S& source, int64_t start, int packet) const {
-    return source.template load<kVector, N>(start + column(packet), count(packet));
+    typename S::template Packet<N> one[1];
+    source.template load<kVector>(one, [&](int) { return start + column(packet); }, [&](int) { return count(packet); });
+    return one[0];
   }
   template <class S>
   __device__ __forceinline__ void store(const S& target, int64_t start, int packet, const float (&values)[N]) const {
@@ -60,57 +69,60 @@ struct Row {
 };
 
 constexpr int kNarrow = 1024;
-// `kMaxWidth` of arguments.h.
-constexpr int kMaxWidth = 8192;
 
-// Rows up to kNarrow, and up to kMaxWidth.
+template <class T>
+constexpr bool is_half = std::is_same_v<T, __half> || std::is_same_v<T, __nv_bfloat16>;
+
+// Rows up to kNarrow, and up to kMaxWidth. In the backward pass all rows have one type.
 template <class T, bool kIsNarrow, bool kVector>
-using ForwardRow = std::conditional_t<kIsNarrow, Row<T, kNarrow / 32, 32, kVector ? 4 : 2, kVector>,
-                                      Row<T, kMaxWidth / 32, 32, kVector ? 2 : 1, kVector>>;
-// Mixed types take registers for three ways to load.
-template <class T, bool kIsNarrow, bool kVector, bool kIsMixed = std::is_same_v<T, AnyType>>
-using BackwardRow =
-    std::conditional_t<kIsNarrow, Row<T, kNarrow / 16, 16, kVector && !kIsMixed ? 3 : 2, kVector>,
-                       Row<T, kIsMixed ? kMaxWidth / 32 : kMaxWidth / 16, kIsMixed ? 32 : 16, 1, kVector>>;
+using ForwardRow = std::conditional_t<kIsNarrow,
+                                      Row<T, kNarrow / 32, 32,
+                                          !kVector     ? 2
+                                          : is_half<T> ? 4
+                                                       : 3,
+                                          kVector>,
+                                      Row<T, kMaxWidth / 32, 32, kVector && is_half<T> ? 2 : 1, kVector>>;
+template <class T, bool kIsNarrow, bool kVector>
+using BackwardRow = std::conditional_t<
+    kIsNarrow, Row<T, kNarrow / 16, 16, kVector && is_half<T> ? 3 : 2, kVector>,
+    std::conditional_t<kVector, Row<T, kMaxWidth / 16, 16, 1, true>, Row<T, kMaxWidth / 32, 32, 1, false>>>;
 
 // A thread's share of a row.
 template <class R>
 using RowValues = float[R::kPackets][R::N];
 
-// Blocks that walk over the rows of a backward pass, and leave as many partial sums.
-inline int64_t backward_programs(int64_t rows, int width, int multiprocessors) {
-  using Narrow = BackwardRow<float, true, true>;
-  using Wide = BackwardRow<float, false, true>;
-  const bool narrow = width <= kNarrow;
-  const int64_t most = (narrow ? Narrow::kMinBlocks : Wide::kMinBlocks) * multiprocessors;
-  return std::min(most, (rows - 1) / (narrow ? Narrow::kTeams : Wide::kTeams) + 1);
-}
+// A row, or a vector, as it is loaded.
+template <class R, class T>
+using RowPackets = typename Source<T>::template Packet<R::N>[R::kPackets];
 
-// An array of rows, `stride` elements apart.
+// An array of rows `stride` elements apart, or a vector.
 struct RowsArray {
   ConstArray array;
-  int64_t stride;
+  int64_t stride = 0;
 };
 
-// body(T(), vector, narrow) with what instantiates a kernel on rows: T is the type of all `rows`, or AnyType; `vector`
-// says that 16-byte accesses fit all of them, the `vectors` of a row's length, and the width; `narrow` is about
-// kNarrow.
+// body(vector, narrow): whether 16-byte accesses fit all arrays and the width in packets of n, and whether the width is
+// at most kNarrow, as types. Vectors have stride 0.
 template <class Body>
-void with_rows(const std::initializer_list<RowsArray>& rows, const std::initializer_list<ConstArray>& vectors,
-               int width, const Body& body) {
-  const auto run = [&](auto type) {
-    constexpr int n = kPacket<decltype(type)>;
-    bool vector = width % n == 0;
-    for (const RowsArray& r : rows) vector = vector && is_vector(r.array, r.stride, n);
-    for (const ConstArray& v : vectors) vector = vector && is_vector(v, 0, n);
-    const auto narrow = [&](auto vector) {
-      width <= kNarrow ? body(type, vector, std::true_type()) : body(type, vector, std::false_type());
-    };
-    vector ? narrow(std::true_type()) : narrow(std::false_type());
+void with_row_form(const std::initializer_list<RowsArray>& arrays, int width, int n, const Body& body) {
+  bool fit = width % n == 0;
+  for (const RowsArray& a : arrays) fit = fit && fits_words(a.array, a.stride);
+  const auto narrow = [&](auto vector) {
+    width <= kNarrow ? body(vector, std::true_type()) : body(vector, std::false_type());
   };
-  const Dtype dtype = rows.begin()->array.dtype;
+  fit ? narrow(std::true_type()) : narrow(std::false_type());
+}
+
+// body(T(), vector, narrow) with T the type of all arrays, or AnyType.
+template <class Body>
+void with_rows(const std::initializer_list<RowsArray>& arrays, int width, const Body& body) {
+  const Dtype dtype = arrays.begin()->array.dtype;
   bool same = true;
-  for (const RowsArray& r : rows) same = same && (r.array.data == nullptr || r.array.dtype == dtype);
+  for (const RowsArray& a : arrays) same = same && (a.array.data == nullptr || a.array.dtype == dtype);
+  const auto run = [&](auto type) {
+    with_row_form(arrays, width, kPacket<decltype(type)>,
+                  [&](auto vector, auto narrow) { body(type, vector, narrow); });
+  };
   same ? with_dtype(dtype, run) : run(AnyType());
 }
 

@@ -35,14 +35,15 @@ namespace bertfast {
 inline uint4 load_16(const Global<const uint4>& address) {
   return *reinterpret_cast<const uint4*>(address.checked(16, 16, emulator::Access::kRead));
 }
-inline uint4 load_16_streaming(const Global<const uint4>& address) {
-  return load_16(address);
-}
 inline void store_16(const Global<uint4>& address, uint4 value) {
   *reinterpret_cast<uint4*>(address.checked(16, 16, emulator::Access::kWrite)) = value;
 }
 inline void store_16(const Shared<uint4>& address, uint4 value) {
   *reinterpret_cast<uint4*>(address.checked(16, 16, emulator::Access::kWrite)) = value;
+}
+
+inline float reciprocal(float x) {
+  return 1.0f / x;
 }
 
 inline uint32_t multiply_high(uint32_t a, uint32_t b) {
