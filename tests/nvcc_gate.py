@@ -92,9 +92,10 @@ def check_one(source: Path, arch: str, tools: Tools) -> tuple[list[nvcc.Row], li
 
 def compare(rows: list[nvcc.Row], path: Path, whole: bool) -> list[str]:
     """Regressions; of a part of the kernels, those of what both sides have."""
-    if not path.exists():
-        print(f"{path.name} is not in {path.parent.name}: nothing to compare with")
+    if not rows:
         return []
+    if not path.exists():
+        return [f"there is no {path.name} to compare with in {path.parent.name}: --write makes it"]
     table = read_table(path, nvcc.Row)
     if not whole:
         compiled, listed = {row.key for row in rows}, {row.key for row in table}
