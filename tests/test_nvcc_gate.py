@@ -327,7 +327,7 @@ def test_the_emulators_kernels_have_to_compile_no_more(gate, monkeypatch):
     monkeypatch.setattr(nvcc_gate, "KERNELS", nvcc_gate.CACHE)
     gate.log.write_text(LOG)
     code, printed = gate()
-    assert code == 0 and printed.endswith("0 kernels of 1 files in 0 s\n")
+    assert code == 0 and "0 kernels of 1 files" in printed
     assert gate.calls.read_text().split() == ["called"] * 2
     gate.log.write_text("op.cu(1): error: identifier is undefined\n")
     nvcc_gate.TEST_KERNELS.joinpath("op.cu").write_text("changed")
