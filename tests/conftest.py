@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import os
 import re
+import zlib
 from collections import defaultdict
 
 import pytest
@@ -70,6 +71,17 @@ def pytest_collection_modifyitems(config, items):
                 left_out.update(item for i, item in enumerate(same) if i != turn % len(same))
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(autouse=True)
+def order_of_threads(request):
+    """Each test has the threads of emulated kernels run in an order of its own, the same every time; should it fail,
+    the report says which."""
+    from helpers import cuda_on_cpu
+
+    seed = zlib.crc32(request.node.name.encode())
+    cuda_on_cpu.set_usual_seed(seed)
+    request.node.add_report_section("setup", "order of threads in emulated kernels", f"cuda_on_cpu.seed({seed})")
 
 
 @pytest.fixture

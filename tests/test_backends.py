@@ -412,7 +412,8 @@ def test_a_missing_or_old_triton_is_the_reason(find_triton, version, reason):
     find_triton(version)
     assert _library.triton_unavailable() == reason
     call = gpu_call("add_layer_norm", (9, 0), torch.float16)
-    assert (chosen(call) == "triton") == (reason is None)
+    # Tests run with the emulated kernels of `cuda`.
+    assert chosen(call) == ("triton" if reason is None else "cuda")
     if reason is not None:
         with pytest.raises(BackendError) as raised:
             chosen(call, "triton")

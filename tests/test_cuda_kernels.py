@@ -66,12 +66,40 @@ def test_results_do_not_depend_on_the_order_of_threads(name, width):
     assert _equal(found[0], found[1]) and _equal(found[0], found[2])
 
 
+def _counted(call, *arguments):
+    """What `call` returns, and what its launches did."""
+    before = cuda_on_cpu.counters().all
+    found = call(*arguments)
+    return found, cuda_on_cpu.counters().all - before
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [24, 768, 1024])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["add_layer_norm", "embed_layer_norm"])
 def test_accesses_of_16_bytes_and_of_elements_give_the_same_bits(name, width, dtype):
     """Wider rows are shared out in another way where they are read by elements."""
-    assert _equal(_results(CASES[name](9, width, dtype)), _results(CASES[name](9, width, dtype, misaligned)))
+    wide, of_wide = _counted(_results, CASES[name](9, width, dtype))
+    narrow, of_narrow = _counted(_results, CASES[name](9, width, dtype, misaligned))
+    assert _equal(wide, narrow)
+    assert of_wide.wide_accesses > 0 and of_narrow.wide_accesses == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [24, 768, 1032, 1040, 2056])
+def test_activations_by_16_bytes_and_by_elements_give_the_same_bits(width, dtype):
+    def forward(layout):
+        x, weight, bias = (layout(random(*s, dtype=dtype, seed=9)) for s in ((9, 8), (width, 8), (width,)))
+        return torch.ops.bertfast.linear_gelu_fwd_cuda(x, weight, bias, "gelu", seed_tensor(), 0.3, True)
+
+    def backward(layout):
+        dout, pre = (layout(random(9, width, dtype=dtype, seed=seed, grad=False)) for seed in (1, 2))
+        return torch.ops.bertfast.linear_gelu_bwd_cuda(dout, pre, "gelu", seed_tensor(), 0.3, True, True)
+
+    for run in (forward, backward):
+        wide, of_wide = _counted(run, contiguous)
+        narrow, of_narrow = _counted(run, misaligned)
+        assert _equal(wide, narrow)
+        assert of_wide.wide_accesses > 0 and of_narrow.wide_accesses == 0
 
 
 @pytest.mark.parametrize("layout", [contiguous, misaligned, padded_rows])
@@ -93,14 +121,28 @@ def test_mixed_dtypes(x, residual, vector, width):
     assert_parity(AddLayerNorm(inputs, case.settings), "cuda")
 
 
-@pytest.mark.parametrize("width", [40, 1040])
-def test_blocks_walk_over_many_rows(width):
-    """Emulated devices have four multiprocessors, so that 12 blocks at most add up rows."""
-    case = _add_layer_norm(131, width, torch.float32)
-    before = cuda_on_cpu.counters().all.blocks
-    results = assert_parity(case, "cuda")
-    assert results
-    assert cuda_on_cpu.counters().all.blocks > before
+@pytest.mark.parametrize(
+    ("name", "width", "blocks"),
+    [
+        # Forward a block has four rows up to a width of 1,024, else one. Backward three blocks to each of the four
+        # multiprocessors of an emulated device, or one where rows are wide. Then 32 columns of each sum to a block.
+        ("add_layer_norm", 40, (33, 12, 3 * 2)),
+        ("add_layer_norm", 1040, (131, 4, 3 * 33)),
+        ("embed_layer_norm", 40, (66, 12, 2 * 2)),
+        ("embed_layer_norm", 1040, (262, 4, 2 * 33)),
+        # Forward a block has four rows of 512 columns, backward 32 blocks share out the stripes.
+        ("feed_forward", 40, (33, 32, 2)),
+        ("feed_forward", 1040, (33 * 3, 30, 33)),
+    ],
+)
+def test_blocks_walk_over_many_rows(name, width, blocks):
+    case = CASES[name](131, width, torch.float32)
+    _, forward = _counted(case.ours, case.inputs, "cuda")
+    _, every = _counted(_results, case)
+    sums = cuda_on_cpu.counters().last
+    assert (forward.launches, every.launches) == (1, 3)
+    assert (forward.blocks, every.blocks - forward.blocks - sums.blocks, sums.blocks) == blocks
+    assert_parity(case, "cuda")
 
 
 def _mask(shape, backend, op):
@@ -113,6 +155,12 @@ def _mask(shape, backend, op):
         return ops.add_layer_norm(
             ones, *arguments, dropout_p=0.4, return_sum=True, _seed=seed_tensor(-3), backend=backend
         )[1].ne(0)
+    if op == "embed_layer_norm":
+        # LayerNorm makes the bias of rows without variance.
+        zeros, one = torch.zeros(shape), torch.ones(width)
+        arguments = None, None, None, zeros, zeros, None, one, one
+        settings = dict(inputs_embeds=zeros[None], dropout_p=0.4, _seed=seed_tensor(-3), backend=backend)
+        return ops.embed_layer_norm(*arguments, **settings)[0].ne(0)
     weight = torch.eye(width)
     out = ops.feed_forward(
         ones, weight, None, weight, None, "linear", dropout_p=0.4, _seed=seed_tensor(-3), backend=backend
@@ -120,7 +168,7 @@ def _mask(shape, backend, op):
     return out.ne(0)
 
 
-@pytest.mark.parametrize("op", ["add_layer_norm", "feed_forward"])
+@pytest.mark.parametrize("op", ["add_layer_norm", "embed_layer_norm", "feed_forward"])
 @pytest.mark.parametrize("shape", [(7, 33), (70, 128), (3, 1030)])
 def test_drops_what_the_triton_kernel_drops(shape, op):
     mask = _mask(shape, "cuda", op)
@@ -181,6 +229,13 @@ class TestBeyond32Bits:
         with cuda_on_cpu.only_blocks(blocks - 2, 2):
             last = ops.add_layer_norm(x, None, weight, bias, backend="cuda")[-2:]
         assert torch.equal(last, ops.add_layer_norm(x[-2:], None, weight, bias, backend="cuda"))
+        ids = torch.zeros(rows, 1, dtype=torch.int32)
+        ids[-2:, 0] = torch.tensor([2, 1])
+        tables = (random(n, width, dtype=HALF, seed=n, grad=False) for n in (3, 1))
+        arguments = None, None, *tables, None, weight, bias
+        with cuda_on_cpu.only_blocks(blocks - 2, 2):
+            last = ops.embed_layer_norm(ids, *arguments, backend="cuda")[-2:]
+        assert torch.equal(last, ops.embed_layer_norm(ids[-2:], *arguments, backend="cuda"))
 
 
 def test_what_is_too_wide_or_of_another_dtype_is_an_error():
@@ -196,9 +251,17 @@ def test_what_is_too_wide_or_of_another_dtype_is_an_error():
         torch.ops.bertfast.linear_gelu_fwd_cuda(x[:, :8], x[:, :8], None, "gleu", None, 0.0, False)
 
 
-def test_forward_passes_have_no_bank_conflicts():
-    for width in (768, 4096):
-        case = _add_layer_norm(4, width, HALF)
-        with torch.no_grad():
-            case.ours(case.inputs, "cuda")
-        assert cuda_on_cpu.counters().last.conflicts == 0
+@pytest.mark.parametrize("name", ["add_layer_norm", "embed_layer_norm"])
+def test_bank_conflicts_of_backward_passes(name):
+    def conflicts(width):
+        case = CASES[name](4, width, HALF)
+        _, counts = _counted(_results, case)
+        assert counts.requests > 0
+        return counts.conflicts
+
+    # Neighbours in neighbouring banks.
+    assert conflicts(4096) == conflicts(8192) == 0
+    # On the way out neighbours are 8 banks apart, so that 8 lanes of a warp meet in one: 7 conflicts for each of 8
+    # values, in 4 warps with their first packet and 2 with their second; two rows to a block.
+    blocks, sums = (2, 3) if name == "add_layer_norm" else (4, 2)
+    assert conflicts(768) == blocks * sums * 7 * 8 * (4 + 2)

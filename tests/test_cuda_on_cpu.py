@@ -9,11 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from helpers import cuda_on_cpu
-from helpers.cuda_on_cpu import EMULATOR, Emulator
+from bertfast import dropout
+from helpers import cuda_build
+from helpers.cuda_build import EMULATOR
+from helpers.cuda_on_cpu import Counts, Emulator
 
 KERNELS = EMULATOR / "kernels"
-FILES = ("accesses", "barriers", "warps", "tiles", "matrices")
+FILES = ("accesses", "barriers", "warps", "tiles", "matrices", "dropout")
 SEEDS = (0, 1, 2)
 
 seeds = pytest.mark.parametrize("seed", SEEDS)
@@ -56,7 +58,7 @@ class Kernels(Emulator):
 
 @pytest.fixture(scope="module")
 def kernels():
-    return Kernels(cuda_on_cpu.build([KERNELS / f"{name}.cu" for name in FILES], "cases"))
+    return Kernels(cuda_build.build([KERNELS / f"{name}.cu" for name in FILES], "cases"))
 
 
 @pytest.fixture
@@ -74,7 +76,9 @@ def test_a_kernel_runs_on_every_element(seeded):
     x, out = torch.randn(1000), torch.empty(1000)
     seeded("double_values", x, out, n=1000, grid=(4, 1), threads=256)
     assert torch.equal(out, 2 * x)
-    assert seeded.counters().last[:3] == (1, 4, 1024)
+    assert seeded.counters().last == Counts(
+        launches=1, blocks=4, threads=1024, requests=0, conflicts=0, wide_accesses=0, other_accesses=2000
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,6 +125,42 @@ def test_misaligned_accesses(kernels):
     kernels.fails("writes " + message, "copy_by_16", x, out[1:129])
 
 
+def test_accesses_of_16_bytes_are_counted(kernels):
+    before = kernels.counters().all
+    kernels("copy_by_16", torch.randn(128), torch.empty(128))
+    kernels("copy_valid", torch.randn(128), torch.empty(128), n=64, shared=512)
+    counts = kernels.counters().all - before
+    assert (counts.launches, counts.wide_accesses, counts.other_accesses) == (2, 64 + 16, 128)
+    assert (kernels.counters().last.wide_accesses, kernels.counters().last.other_accesses) == (16, 128)
+
+
+def test_what_load_16_reads_is_not_written_to(kernels):
+    """The whole tensor, or part of it, in whichever order; what another launch reads can be."""
+    x = torch.randn(160)
+    message = r"copy_by_16: block \(0, 0\), thread \d+: writes to a tensor that load_16 has read, which takes it for"
+    kernels.fails(message, "copy_by_16", x[:128], x[:128])
+    kernels.fails(message, "copy_by_16", x[:128], x[32:])
+    kernels.fails("load_16 reads a tensor that was written to", "write_then_load_16", x[:128])
+    out = torch.empty(128)
+    kernels("copy_by_16", x[:128], out)
+    kernels("copy_by_16", out, x[32:])
+    assert torch.equal(x[32:], out)
+    kernels("double_values", x, x, n=160, grid=(5, 1))
+    assert torch.equal(x[32:], 2 * out)
+
+
+@seeds
+def test_indices_outside_of_arrays_in_registers(seeded):
+    out = of_zeros(32)
+    seeded("index_local", out, n=3)
+    assert torch.equal(out[:4], torch.tensor([0.0, 1.0, 2.0, 7.0]))
+    for n in (4, -1, 2**40):
+        message = (
+            rf"index_local: block \(0, 0\), thread \d+: index {n} is outside of an array 'float ?\[4\]' \(accesses.cu"
+        )
+        seeded.fails(message, "index_local", out, n=n)
+
+
 def test_accesses_behind_a_piece_of_shared_memory(kernels):
     out = of_zeros(128)
     kernels("touch_shared", out, n=127, threads=128, shared=1024)
@@ -132,7 +172,18 @@ def test_accesses_behind_a_piece_of_shared_memory(kernels):
 def test_too_little_shared_memory(kernels):
     message = "takes 512 bytes of shared memory behind 512 that are taken; the launch has 1023"
     kernels.fails(message, "touch_shared", of_zeros(128), n=0, threads=128, shared=1023)
-    kernels.fails("asks for 232449 bytes of shared memory", "touch_shared", of_zeros(1), shared=227 * 1024 + 1)
+
+
+def test_the_limit_of_shared_memory(kernels):
+    def runs_up_to(most):
+        kernels("touch_shared", of_zeros(32), shared=most)
+        message = f"asks for {most + 1} bytes of shared memory, a block can have {most}"
+        kernels.fails(message, "touch_shared", of_zeros(32), shared=most + 1)
+
+    runs_up_to(99 * 1024)
+    with kernels.shared_limit(227 * 1024):
+        runs_up_to(227 * 1024)
+    runs_up_to(99 * 1024)
 
 
 def test_pieces_of_different_sizes(kernels):
@@ -148,7 +199,7 @@ def test_unwritten_shared_memory_is_nan(kernels, dtype):
 
 
 def test_unwritten_locals_are_no_numbers_to_count_on(kernels):
-    if not cuda_on_cpu._accepts("-ftrivial-auto-var-init=pattern"):
+    if not cuda_build._accepts("-ftrivial-auto-var-init=pattern"):
         pytest.skip("the compiler leaves locals as they are")
     out = of_zeros(32)
     kernels("use_local", out, n=4)
@@ -357,7 +408,7 @@ def test_operations_that_do_not_meet(seeded):
 
 def bank_conflicts(kernels, *arguments, **options):
     kernels(*arguments, **options)
-    return kernels.counters().last[3:]
+    return kernels.counters().last[3:5]
 
 
 @seeds
@@ -495,12 +546,43 @@ def test_copies_of_nothing_are_zeros(kernels):
     kernels.fails("reads 16 bytes at offset 256 of a tensor of 256", "copy_valid", x, out, n=65, shared=512)
 
 
+def words(*rows):
+    """Unsigned numbers of 32 bits, as hexadecimal text, in a signed tensor."""
+    return torch.tensor([[int(word, 16) for word in row.split()] for row in rows]).to(torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("key", "counter", "expected"),
+    [
+        # Random123's known answers for philox4x32-10.
+        ("0 0", "0 0 0 0", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ("ffffffff ffffffff", "ffffffff ffffffff ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        ("a4093822 299f31d0", "243f6a88 85a308d3 13198a2e 03707344", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    ],
+)
+def test_words_of_philox(kernels, key, counter, expected):
+    out = torch.empty(1, 4, dtype=torch.int32)
+    kernels("philox_words", words(counter), words(key), out, threads=1)
+    assert torch.equal(out, words(expected))
+
+
+@pytest.mark.parametrize("first", [0, 2**31 - 1, 2**32 - 2, 5 * 2**32 - 1])
+def test_rows_of_dropout(kernels, first):
+    """Also those whose number has a high word."""
+    seed, out = torch.tensor([-(2**40) - 7]), torch.empty(3, 128)
+    kernels("drop_half_of_ones", seed, out, n=first, grid=(3, 1))
+    rows, quads = torch.arange(first, first + 3)[:, None], torch.arange(32)
+    stream = torch.tensor(dropout.STREAMS["feed_forward"])
+    drawn = torch.stack(dropout.philox(seed, (quads, rows & 0xFFFFFFFF, rows >> 32, stream)), -1).flatten(1)
+    assert torch.equal(out, 2.0 * (drawn >= 2**31))
+
+
 @pytest.mark.parametrize("fibers", ["boost", "ucontext"])
 def test_both_kinds_of_fibers(fibers):
-    if fibers == "boost" and not cuda_on_cpu.has_boost():
+    if fibers == "boost" and not cuda_build.has_boost():
         pytest.skip("Boost.Context is not installed")
     flags = ["-DBERTFAST_UCONTEXT"] if fibers == "ucontext" else []
-    kernels = Kernels(cuda_on_cpu.build([KERNELS / f"{n}.cu" for n in ("accesses", "barriers")], "fibers", flags))
+    kernels = Kernels(cuda_build.build([KERNELS / f"{n}.cu" for n in ("accesses", "barriers")], "fibers", flags))
     for seed in SEEDS:
         with kernels.seed(seed):
             for of in REVERSED:
@@ -515,7 +597,7 @@ def doubled():
     schemas = torch.library.Library("bertfast_cuda_on_cpu", "DEF")
     schemas.define("doubled(Tensor x, Tensor? bias, int width) -> Tensor")
     sources = [KERNELS / "op.cpp", KERNELS / "doubled.cu"]
-    torch.ops.load_library(cuda_on_cpu.build(sources, "op", linked=cuda_on_cpu.with_torch()))
+    torch.ops.load_library(cuda_build.build(sources, "op", linked=cuda_build.with_torch()))
     yield torch.ops.bertfast_cuda_on_cpu.doubled
     schemas._destroy()
 
@@ -533,44 +615,44 @@ def test_an_op_names_its_tensors(doubled):
 
 def test_without_a_compiler(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler -O3")
-    with pytest.raises(cuda_on_cpu.CannotBuild, match="need a C\\+\\+ compiler, there is no no-such-compiler"):
-        cuda_on_cpu.build([KERNELS / "accesses.cu"], "cases")
+    with pytest.raises(cuda_build.CannotBuild, match="need a C\\+\\+ compiler, there is no no-such-compiler"):
+        cuda_build.build([KERNELS / "accesses.cu"], "cases")
 
 
 def test_without_headers(monkeypatch):
-    cuda_on_cpu._headers.cache_clear()
-    monkeypatch.setattr(cuda_on_cpu, "find_spec", lambda name: None)
-    with pytest.raises(cuda_on_cpu.CannotBuild, match=re.escape("<cuda_fp16.h>: pip install triton")):
-        cuda_on_cpu._headers()
-    cuda_on_cpu._headers.cache_clear()
+    cuda_build._headers.cache_clear()
+    monkeypatch.setattr(cuda_build, "find_spec", lambda name: None)
+    with pytest.raises(cuda_build.CannotBuild, match=re.escape("<cuda_fp16.h>: pip install triton")):
+        cuda_build._headers()
+    cuda_build._headers.cache_clear()
 
 
 def test_files_of_the_package_can_be_replaced(tmp_path, monkeypatch):
-    monkeypatch.setattr(cuda_on_cpu, "BUILT", tmp_path / "built")
+    monkeypatch.setattr(cuda_build, "BUILT", tmp_path / "built")
     changed = tmp_path / "changed.cuh"
     changed.write_text("// changed\n")
-    folder = cuda_on_cpu._overlaid({"reduce.cuh": changed})
-    assert folder == cuda_on_cpu._overlaid({"reduce.cuh": changed})
-    for path in cuda_on_cpu.KERNELS.iterdir():
+    folder = cuda_build._overlaid({"reduce.cuh": changed})
+    assert folder == cuda_build._overlaid({"reduce.cuh": changed})
+    for path in cuda_build.KERNELS.iterdir():
         expected = changed if path.name == "reduce.cuh" else path
         assert (folder / path.name).read_bytes() == expected.read_bytes()
     with pytest.raises(ValueError, match="csrc/cuda has no nonsense.cuh"):
-        cuda_on_cpu._overlaid({"nonsense.cuh": changed})
+        cuda_build._overlaid({"nonsense.cuh": changed})
 
 
 def test_objects_are_built_once(tmp_path, monkeypatch):
     """And anew where a header changed."""
-    monkeypatch.setattr(cuda_on_cpu, "BUILT", tmp_path)
+    monkeypatch.setattr(cuda_build, "BUILT", tmp_path)
     source = tmp_path / "one.cu"
     source.write_text('#include "one.h"\n')
     header = tmp_path / "one.h"
     header.write_text("int one() { return 1; }\n")
-    first = cuda_on_cpu._object(source, (), ())
-    assert cuda_on_cpu._object(source, (), ()) == first
-    assert cuda_on_cpu._object(source, (), ("-DTWO",)) != first
+    first = cuda_build._object(source, (), ())
+    assert cuda_build._object(source, (), ()) == first
+    assert cuda_build._object(source, (), ("-DTWO",)) != first
     header.write_text("int one() { return 2; }\n")
-    assert cuda_on_cpu._object(source, (), ()) != first
+    assert cuda_build._object(source, (), ()) != first
     source.write_text("nonsense\n")
-    with pytest.raises(cuda_on_cpu.CannotBuild, match="nonsense"):
-        cuda_on_cpu._object(source, (), ())
+    with pytest.raises(cuda_build.CannotBuild, match="nonsense"):
+        cuda_build._object(source, (), ())
     assert not list(tmp_path.glob("*.part"))

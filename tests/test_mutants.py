@@ -8,7 +8,7 @@ from pathlib import Path
 import mutants
 import pytest
 
-from helpers import cpp_mutants, cuda_on_cpu, triton_mutants
+from helpers import cpp_mutants, cuda_build, cuda_on_cpu, triton_mutants
 from helpers.cpp_source import Source
 from helpers.mutant import NO_MUTANT, DoesNotCompile, Mutant
 
@@ -178,20 +178,20 @@ def test_cuda_mutants_are_built_apart_from_what_is_built(tmp_path, monkeypatch, 
     for made in (built, folder):
         made.mkdir()
     (built / "rows.o").write_text("object")
-    monkeypatch.setattr(cuda_on_cpu, "BUILT", built)
+    monkeypatch.setattr(cuda_build, "BUILT", built)
 
     def library(replaced):
         loaded.append({name: path.read_text() for name, path in replaced.items()})
-        (cuda_on_cpu.BUILT / "library.so").write_text("library")
+        (cuda_build.BUILT / "library.so").write_text("library")
         if not compiles:
-            raise cuda_on_cpu.CannotBuild("no program")
+            raise cuda_build.CannotBuild("no program")
 
     monkeypatch.setattr(cuda_on_cpu, "library", library)
     mutant = Mutant("cuda/rows", "f", "a -> b", "changed", "digest", Path("rows.cuh"))
     with nullcontext() if compiles else pytest.raises(DoesNotCompile, match="a -> b"):
         cpp_mutants.install(mutant, folder)
     assert loaded == [{"rows.cuh": "changed"}] and {path.name for path in built.iterdir()} == {"rows.o"}
-    assert (cuda_on_cpu.BUILT / "rows.o").read_text() == "object" and cuda_on_cpu.BUILT.parent == folder
+    assert (cuda_build.BUILT / "rows.o").read_text() == "object" and cuda_build.BUILT.parent == folder
 
 
 def test_every_kernel_file_has_its_tests():

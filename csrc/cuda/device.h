@@ -1,8 +1,6 @@
 // What ops need of torch to launch kernels on the tensors' device.
 #pragma once
 
-#include <optional>
-
 #include "tensor.h"
 
 #ifdef BERTFAST_CUDA_ON_CPU
@@ -67,6 +65,7 @@ class OnDevice {
     int count = slot < known.size() ? known[slot].load(std::memory_order_relaxed) : 0;
     if (count == 0) {
       const cudaError_t status = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, index_);
+      if (status != cudaSuccess) cudaGetLastError();  // else torch's next check of a launch reports it as its own
       STD_TORCH_CHECK(status == cudaSuccess, "cudaDeviceGetAttribute: ", cudaGetErrorString(status));
       if (slot < known.size()) known[slot].store(count, std::memory_order_relaxed);
     }
@@ -99,18 +98,6 @@ template <class T>
 T* mutable_data(const Tensor& tensor) {
   name_tensor(tensor);
   return tensor.mutable_data_ptr<T>();
-}
-
-// Null without a tensor.
-inline const void* data(const std::optional<Tensor>& tensor) {
-  return tensor ? data(*tensor) : nullptr;
-}
-inline void* mutable_data(const std::optional<Tensor>& tensor) {
-  return tensor ? mutable_data(*tensor) : nullptr;
-}
-template <class T>
-const T* data(const std::optional<Tensor>& tensor) {
-  return tensor ? data<T>(*tensor) : nullptr;
 }
 
 }  // namespace bertfast

@@ -20,10 +20,9 @@
 #include <tuple>
 #include <type_traits>
 
-namespace bertfast {
+#include "device_limits.h"
 
-constexpr int kWarpSize = 32;
-constexpr uint32_t kFullWarp = 0xffffffffu;
+namespace bertfast {
 
 template <class T>
 using Global = T*;
@@ -76,11 +75,6 @@ class SharedMemory {
  private:
   int used_ = 0;
 };
-
-template <class T>
-constexpr int shared_bytes(int count) {
-  return (count * static_cast<int>(sizeof(T)) + 15) / 16 * 16;
-}
 
 // ---- threads of a block and a warp
 
@@ -196,17 +190,16 @@ __device__ __forceinline__ void multiply_16x8x16(float (&c)[4], const uint32_t (
 // ---- launches
 
 inline void check(cudaError_t status, const char* what) {
-  if (status != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
+  if (status == cudaSuccess) return;
+  cudaGetLastError();  // else torch's next check of a launch reports this error as its own
+  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
 }
 
 // kernel(arguments...) on (grid_x, grid_y) blocks of `threads`, with `shared` bytes of dynamic shared memory.
 template <class... Parameters, class... Arguments>
 void launch(const char* name, void (*kernel)(Parameters...), int64_t grid_x, int64_t grid_y, int threads, int shared,
             cudaStream_t stream, const Arguments&... arguments) {
-  if (grid_x > 0x7fffffff || grid_y > 0xffff) {
-    throw std::runtime_error(std::string(name) + ": needs a grid of (" + std::to_string(grid_x) + ", " +
-                             std::to_string(grid_y) + "), CUDA takes (2147483647, 65535)");
-  }
+  check_grid(name, grid_x, grid_y);
   constexpr int kStaticLimit = 48 * 1024;
   if (shared > kStaticLimit) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), name);

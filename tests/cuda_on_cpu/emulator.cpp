@@ -1,9 +1,11 @@
 #include "emulator.h"
 
 #include <algorithm>
+#include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <utility>
 
 #include "host.h"
 #include "scheduler.h"
@@ -19,17 +21,19 @@ int accesses_until_yield = 0;
 
 namespace {
 
-// What a block of compute capability 9.0 can have, the most of all.
-constexpr int kMaxShared = 227 * 1024;
+// Of a block on 8.6, 8.9 and 12.0, the least of all compute capabilities. Nothing else sees a kernel that takes more:
+// to ptxas dynamic shared memory has no size.
+constexpr int kLeastShared = 99 * 1024;
 constexpr int kSharedAlignment = 1024;
 
 struct Settings {
   uint64_t seed = 0;
   int64_t first_block = 0, blocks = INT64_MAX;
+  int shared_limit = kLeastShared;
 } settings;
 
 struct Counters {
-  int64_t launches, blocks, threads, requests, conflicts;
+  int64_t launches, blocks, threads, requests, conflicts, wide_accesses, other_accesses;
 } last_launch, total;
 
 std::mutex one_launch;
@@ -69,16 +73,16 @@ void check_exit(const Thread& own) {
   if (!own.copies.empty()) {
     fail("exits with " + std::to_string(own.copies.size()) + " asynchronous copies that it never waited for");
   }
-  const int first = own.index / kLanes * kLanes;
-  Warp& warp = block.warps[own.index / kLanes];
+  const int first = own.index / kWarpSize * kWarpSize;
+  Warp& warp = block.warps[own.index / kWarpSize];
   for (uint32_t left = warp.meeting; left != 0; left &= left - 1) {
     const Thread& other = *threads[first + __builtin_ctz(left)];
-    if (other.mask >> own.index % kLanes & 1) {
+    if (other.mask >> own.index % kWarpSize & 1) {
       fail("exits while lane " + std::to_string(__builtin_ctz(left)) + " waits for it at " + other.operation + " (" +
            to_string(other.location) + ")");
     }
   }
-  warp.exited |= 1u << own.index % kLanes;
+  warp.exited |= 1u << own.index % kWarpSize;
   const Barrier& barrier = block.barriers[0];
   if (barrier.arrived > 0) {
     fail("exits while " + std::to_string(barrier.arrived) + " threads wait at sync_threads (" +
@@ -131,8 +135,8 @@ void begin_block(int64_t index, const Grid& grid) {
     t.copy_groups = 0;
   }
   for (size_t w = 0; w < block.warps.size(); ++w) {
-    const int lanes = std::min(kLanes, block.threads_count - static_cast<int>(w) * kLanes);
-    block.warps[w].lanes = block.warps[w].runnable = lanes == kLanes ? ~0u : (1u << lanes) - 1;
+    const int lanes = std::min(kWarpSize, block.threads_count - static_cast<int>(w) * kWarpSize);
+    block.warps[w].lanes = block.warps[w].runnable = lanes == kWarpSize ? ~0u : (1u << lanes) - 1;
     block.warps[w].meeting = block.warps[w].exited = 0;
     block.warps[w].banks.clear();
   }
@@ -154,10 +158,10 @@ void run_block(int64_t index, const Grid& grid) {
 void begin_launch(const char* kernel, const Grid& grid) {
   block.kernel = kernel;
   block.threads_count = grid.threads;
-  block.warps.resize((grid.threads + kLanes - 1) / kLanes);
+  block.warps.resize((grid.threads + kWarpSize - 1) / kWarpSize);
   block.barriers.resize(16);
   block.shared_bytes = grid.shared;
-  block.shared_storage.resize(kMaxShared + kSharedAlignment);
+  block.shared_storage.resize(settings.shared_limit + kSharedAlignment);
   const auto storage = reinterpret_cast<uintptr_t>(block.shared_storage.data());
   block.shared = block.shared_storage.data() + (kSharedAlignment - storage % kSharedAlignment) % kSharedAlignment;
   while (threads.size() < static_cast<size_t>(grid.threads)) threads.push_back(std::make_unique<Thread>());
@@ -168,8 +172,9 @@ void begin_launch(const char* kernel, const Grid& grid) {
   }
   seed_scheduler(settings.seed);
   failure.clear();
-  last_launch = {1, 0, 0, 0, 0};
+  last_launch = {1};
   bank_counters = {};
+  global_log = {};
   threadIdx = {0, 0, 0};
   blockIdx = {0, 0, 0};
   blockDim = dim3(static_cast<unsigned>(grid.threads));
@@ -180,8 +185,9 @@ void check_grid(const char* kernel, const Grid& grid) {
   const auto refuse = [&](const std::string& what) { throw std::runtime_error(std::string(kernel) + ": " + what); };
   if (grid.x <= 0 || grid.y <= 0) refuse("the grid is empty");
   if (grid.threads <= 0 || grid.threads > kMaxThreads) refuse(std::to_string(grid.threads) + " threads in a block");
-  if (grid.shared < 0 || grid.shared > kMaxShared) {
-    refuse("asks for " + std::to_string(grid.shared) + " bytes of shared memory");
+  if (grid.shared < 0 || grid.shared > settings.shared_limit) {
+    refuse("asks for " + std::to_string(grid.shared) + " bytes of shared memory, a block can have " +
+           std::to_string(settings.shared_limit));
   }
 }
 
@@ -240,11 +246,15 @@ void run(const char* kernel, const Grid& grid, void (*thread_body)(const void*),
   }
   last_launch.requests = bank_counters.requests;
   last_launch.conflicts = bank_counters.conflicts;
+  last_launch.wide_accesses = global_log.wide;
+  last_launch.other_accesses = global_log.other;
   total.launches += 1;
   total.blocks += last_launch.blocks;
   total.threads += last_launch.threads;
   total.requests += last_launch.requests;
   total.conflicts += last_launch.conflicts;
+  total.wide_accesses += last_launch.wide_accesses;
+  total.other_accesses += last_launch.other_accesses;
   if (!failure.empty()) throw std::runtime_error(failure);
 }
 
@@ -259,6 +269,10 @@ BERTFAST_SETTING void bertfast_only_blocks(int64_t first, int64_t count) {
   bertfast::emulator::settings.first_block = first;
   bertfast::emulator::settings.blocks = count;
 }
+// Returns the limit that it replaces.
+BERTFAST_SETTING int bertfast_shared_limit(int bytes) {
+  return std::exchange(bertfast::emulator::settings.shared_limit, bytes);
+}
 BERTFAST_SETTING void bertfast_check_races(bool enabled) {
   bertfast::emulator::check_races(enabled);
 }
@@ -268,11 +282,9 @@ BERTFAST_SETTING void bertfast_forget_tensors() {
 BERTFAST_SETTING void bertfast_know_tensor(const void* address, int64_t bytes) {
   bertfast::emulator::know_tensor(address, bytes);
 }
-// Launches, blocks, threads, requests to shared memory and bank conflicts, of all launches and of the last.
-BERTFAST_SETTING void bertfast_counters(int64_t (&all)[5], int64_t (&last)[5]) {
-  const auto copy = [](int64_t (&to)[5], const bertfast::emulator::Counters& from) {
-    to[0] = from.launches, to[1] = from.blocks, to[2] = from.threads, to[3] = from.requests, to[4] = from.conflicts;
-  };
-  copy(all, bertfast::emulator::total);
-  copy(last, bertfast::emulator::last_launch);
+// Of all launches and of the last, as `Counters` has them.
+BERTFAST_SETTING void bertfast_counters(int64_t (&all)[7], int64_t (&last)[7]) {
+  static_assert(sizeof(bertfast::emulator::Counters) == sizeof all, "a number for each");
+  std::memcpy(all, &bertfast::emulator::total, sizeof all);
+  std::memcpy(last, &bertfast::emulator::last_launch, sizeof last);
 }

@@ -33,7 +33,9 @@ extern dim3 blockDim, gridDim;
 namespace bertfast {
 
 inline uint4 load_16(const Global<const uint4>& address) {
-  return *reinterpret_cast<const uint4*>(address.checked(16, 16, emulator::Access::kRead));
+  const uintptr_t checked = address.checked(16, 16, emulator::Access::kRead);
+  emulator::global_log.note_read_only(address.extent());
+  return *reinterpret_cast<const uint4*>(checked);
 }
 inline void store_16(const Global<uint4>& address, uint4 value) {
   *reinterpret_cast<uint4*>(address.checked(16, 16, emulator::Access::kWrite)) = value;

@@ -1,9 +1,9 @@
 #pragma once
 
 #include <cstdint>
-#include <stdexcept>
-#include <string>
 #include <tuple>
+
+#include "device_limits.h"
 
 namespace bertfast {
 namespace emulator {
@@ -21,10 +21,7 @@ void run(const char* kernel, const Grid& grid, void (*body)(const void*), const 
 template <class Stream, class... Parameters, class... Arguments>
 void launch(const char* name, void (*kernel)(Parameters...), int64_t grid_x, int64_t grid_y, int threads, int shared,
             Stream, const Arguments&... arguments) {
-  if (grid_x > 0x7fffffff || grid_y > 0xffff) {
-    throw std::runtime_error(std::string(name) + ": needs a grid of (" + std::to_string(grid_x) + ", " +
-                             std::to_string(grid_y) + "), CUDA takes (2147483647, 65535)");
-  }
+  check_grid(name, grid_x, grid_y);
   struct Call {
     void (*kernel)(Parameters...);
     std::tuple<Parameters...> parameters;

@@ -12,7 +12,7 @@ struct Load {
 };
 
 template <bool kTransposed>
-void complete_load(void* (&lanes)[kLanes], uint32_t) {
+void complete_load(void* (&lanes)[kWarpSize], uint32_t) {
   const auto base = reinterpret_cast<uintptr_t>(block.shared);
   for (int i = 0; i < 4; ++i) {
     uint16_t matrix[8][8];
@@ -24,7 +24,7 @@ void complete_load(void* (&lanes)[kLanes], uint32_t) {
       bytes[row] = 16;
     }
     count_request(offsets, bytes);
-    for (int lane = 0; lane < kLanes; ++lane) {
+    for (int lane = 0; lane < kWarpSize; ++lane) {
       const int major = lane / 4, minor = lane % 4 * 2;
       const uint16_t low = kTransposed ? matrix[minor][major] : matrix[major][minor];
       const uint16_t high = kTransposed ? matrix[minor + 1][major] : matrix[major][minor + 1];
@@ -65,9 +65,9 @@ struct Product {
 };
 
 template <bool kHalf>
-void complete_product(void* (&lanes)[kLanes], uint32_t) {
+void complete_product(void* (&lanes)[kWarpSize], uint32_t) {
   float a[16][16], b[16][8], c[16][8];
-  for (int lane = 0; lane < kLanes; ++lane) {
+  for (int lane = 0; lane < kWarpSize; ++lane) {
     const Product& own = *static_cast<Product*>(lanes[lane]);
     const int group = lane / 4, pair = lane % 4 * 2;
     for (int i = 0; i < 2; ++i) {
@@ -82,7 +82,7 @@ void complete_product(void* (&lanes)[kLanes], uint32_t) {
       for (int n = 0; n < 8; ++n) c[m][n] += a[m][k] * b[k][n];
     }
   }
-  for (int lane = 0; lane < kLanes; ++lane) {
+  for (int lane = 0; lane < kWarpSize; ++lane) {
     const Product& own = *static_cast<Product*>(lanes[lane]);
     for (int i = 0; i < 4; ++i) own.c[i] = c[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2];
   }

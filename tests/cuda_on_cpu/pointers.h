@@ -6,14 +6,12 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "device_limits.h"
+#include "global.h"
 #include "runtime.h"
 
 namespace bertfast {
 namespace emulator {
-
-struct Extent {
-  uintptr_t begin = 0, end = 0;
-};
 
 // The tensor of a call that `address` lies in: the one that starts there, else the smallest around it.
 Extent tensor_at(const void* address);
@@ -34,6 +32,9 @@ struct GlobalSpace {
     if (current == nullptr || !is_inside(address, bytes, alignment, extent)) {
       fail_access(kName, address, bytes, alignment, extent, access);
     }
+    global_log.count(bytes);
+    // What may write does.
+    if (access != Access::kRead) global_log.note_written(extent);
   }
 };
 
@@ -46,8 +47,8 @@ struct SharedSpace {
       fail_access(kName, address, bytes, alignment, extent, access);
     }
     settle_access();
-    block.warps[current->index / kLanes].banks.add(
-        current->index % kLanes, static_cast<uint32_t>(address - reinterpret_cast<uintptr_t>(block.shared)),
+    block.warps[current->index / kWarpSize].banks.add(
+        current->index % kWarpSize, static_cast<uint32_t>(address - reinterpret_cast<uintptr_t>(block.shared)),
         static_cast<uint32_t>(bytes));
     if (--accesses_until_yield <= 0) yield_by_chance();
     note_access(address, bytes, access);
@@ -132,11 +133,6 @@ emulator::Pointer<U, Space> reinterpret(const emulator::Pointer<T, Space>& point
 template <class U, class T>
 U* reinterpret(T* pointer) {
   return reinterpret_cast<U*>(pointer);
-}
-
-template <class T>
-constexpr int shared_bytes(int count) {
-  return (count * static_cast<int>(sizeof(T)) + 15) / 16 * 16;
 }
 
 class SharedMemory {

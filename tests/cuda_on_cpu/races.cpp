@@ -34,7 +34,7 @@ struct {
 
 bool is_unordered(const Touch& touch) {
   if (touch.thread < 0 || touch.thread == current->index) return false;
-  if (touch.thread / kLanes == current->index / kLanes) return touch.clock.warp >= current->clock.warp;
+  if (touch.thread / kWarpSize == current->index / kWarpSize) return touch.clock.warp >= current->clock.warp;
   return touch.clock.block >= current->clock.block;
 }
 
@@ -54,7 +54,7 @@ void note(uintptr_t address, size_t bytes, bool writes) {
     }
     Touch* readers = granule.readers;
     if (!writes) {
-      if (readers[0].thread / kLanes != own.thread / kLanes) readers[1] = readers[0];
+      if (readers[0].thread / kWarpSize != own.thread / kWarpSize) readers[1] = readers[0];
       readers[0] = own;
       continue;
     }

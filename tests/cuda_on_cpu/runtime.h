@@ -8,14 +8,14 @@
 #include <vector>
 
 #include "banks.h"
+#include "device_limits.h"
 #include "fibers.h"
 #include "races.h"
 
 namespace bertfast::emulator {
 
-constexpr int kLanes = 32;
 constexpr int kMaxThreads = 1024;
-constexpr int kMaxWarps = kMaxThreads / kLanes;
+constexpr int kMaxWarps = kMaxThreads / kWarpSize;
 
 // Of literals, which are one object within a source file only.
 inline bool same_text(const char* a, const char* b) {

@@ -63,7 +63,7 @@ Thread* pick() {
   const int lane = some_bit(block.warps[warp].runnable, random >> 40 & 0xff);
   block.warps[warp].runnable &= ~(1u << lane);
   if (block.warps[warp].runnable == 0) runnable_ranks &= ~(1u << rank);
-  return &thread(warp * kLanes + lane);
+  return &thread(warp * kWarpSize + lane);
 }
 
 void make_runnable(int warp, uint32_t lanes) {
@@ -72,7 +72,7 @@ void make_runnable(int warp, uint32_t lanes) {
 }
 
 void make_runnable(Thread& thread) {
-  make_runnable(thread.index / kLanes, 1u << thread.index % kLanes);
+  make_runnable(thread.index / kWarpSize, 1u << thread.index % kWarpSize);
 }
 
 void yield() {

@@ -19,7 +19,8 @@ std::string place(const char* operation, Location location) {
 
 void check_participation(const char* operation, int id, int threads) {
   if (id < 0 || id > 15) fail(std::string(operation) + ": barrier " + std::to_string(id) + ", there are 0 to 15");
-  if (threads <= 0 || threads % kLanes != 0 || block.threads_count % kLanes != 0 || threads > block.threads_count) {
+  if (threads <= 0 || threads % kWarpSize != 0 || block.threads_count % kWarpSize != 0 ||
+      threads > block.threads_count) {
     fail(std::string(operation) + " of " + std::to_string(threads) + " threads: takes whole warps, and no more than " +
          "the block's " + std::to_string(block.threads_count));
   }
@@ -50,9 +51,9 @@ Clock later(Clock a, Clock b) {
 }
 
 void check_mask(const char* operation, uint32_t mask, Location location) {
-  if ((mask >> current->index % kLanes & 1) == 0)
+  if ((mask >> current->index % kWarpSize & 1) == 0)
     fail(place(operation, location) + ": the mask " + lanes_text(mask) + " leaves the caller out");
-  if ((mask & ~block.warps[current->index / kLanes].lanes) != 0) {
+  if ((mask & ~block.warps[current->index / kWarpSize].lanes) != 0) {
     fail(place(operation, location) + ": the mask " + lanes_text(mask) + " has lanes that the block has not");
   }
 }
@@ -76,8 +77,8 @@ void arrive(const char* operation, int id, int threads, bool waits, Location loc
   } else if (id == 0 && !(barrier.location == location)) {
     fail("waits at " + here() + " while others wait at " + place(operation, barrier.location));
   }
-  uint32_t& lanes = barrier.lanes[current->index / kLanes];
-  const uint32_t bit = 1u << current->index % kLanes;
+  uint32_t& lanes = barrier.lanes[current->index / kWarpSize];
+  const uint32_t bit = 1u << current->index % kWarpSize;
   if (lanes & bit) fail("comes to barrier " + std::to_string(id) + " again before the others came: " + here());
   lanes |= bit;
   barrier.latest = later(barrier.latest, current->clock);
@@ -95,9 +96,9 @@ void arrive(const char* operation, int id, int threads, bool waits, Location loc
 
 void meet(const char* operation, uint32_t mask, void* argument, Complete complete, Location location) {
   settle_access();
-  const int first = current->index / kLanes * kLanes;
-  const uint32_t own = 1u << current->index % kLanes;
-  Warp& warp = block.warps[current->index / kLanes];
+  const int first = current->index / kWarpSize * kWarpSize;
+  const uint32_t own = 1u << current->index % kWarpSize;
+  Warp& warp = block.warps[current->index / kWarpSize];
   check_mask(operation, mask, location);
   if (mask & warp.exited) {
     fail(place(operation, location) + " waits for lanes " + lanes_text(mask & warp.exited) + ", which have exited");
@@ -118,19 +119,19 @@ void meet(const char* operation, uint32_t mask, void* argument, Complete complet
     wait(operation, location);
     return;
   }
-  void* lanes[kLanes] = {};
+  void* lanes[kWarpSize] = {};
   for (uint32_t left = mask; left != 0; left &= left - 1) {
     lanes[__builtin_ctz(left)] = thread(first + __builtin_ctz(left)).argument;
   }
   warp.banks.flush(mask);
   complete(lanes, mask);
   warp.meeting &= ~mask;
-  make_runnable(current->index / kLanes, mask);
+  make_runnable(current->index / kWarpSize, mask);
   run_next();
 }
 
 void order_lanes(uint32_t mask, Location location) {
-  const auto complete = [](void*(&lanes)[kLanes], uint32_t all) {
+  const auto complete = [](void*(&lanes)[kWarpSize], uint32_t all) {
     uint32_t latest = 0;
     for (uint32_t left = all; left != 0; left &= left - 1) {
       latest = std::max(latest, static_cast<Thread*>(lanes[__builtin_ctz(left)])->clock.warp);
@@ -148,7 +149,7 @@ void exchange(const char* operation, uint32_t mask, Exchange& own, Location loca
     fail(place(operation, location) + " reads from lane " + std::to_string(own.source) + ", which the mask " +
          lanes_text(mask) + " leaves out");
   }
-  const auto complete = [](void*(&lanes)[kLanes], uint32_t all) {
+  const auto complete = [](void*(&lanes)[kWarpSize], uint32_t all) {
     for (uint32_t left = all; left != 0; left &= left - 1) {
       Exchange& to = *static_cast<Exchange*>(lanes[__builtin_ctz(left)]);
       to.received = static_cast<Exchange*>(lanes[to.source])->given;
@@ -162,7 +163,7 @@ uint32_t vote(uint32_t mask, bool predicate, Location location) {
     bool given;
     uint32_t result;
   } own{predicate, 0};
-  const auto complete = [](void*(&lanes)[kLanes], uint32_t all) {
+  const auto complete = [](void*(&lanes)[kWarpSize], uint32_t all) {
     uint32_t result = 0;
     for (uint32_t left = all; left != 0; left &= left - 1) {
       const int lane = __builtin_ctz(left);

@@ -11,15 +11,12 @@
 
 namespace bertfast {
 
-constexpr int kWarpSize = emulator::kLanes;
-constexpr uint32_t kFullWarp = 0xffffffffu;
-
 namespace emulator {
 
 void arrive(const char* operation, int barrier, int threads, bool waits, Location location);
 
 // Waits for all lanes of `mask`; complete(lanes, mask) runs once, when all are here. `lanes` has each one's argument.
-using Complete = void (*)(void* (&lanes)[kLanes], uint32_t mask);
+using Complete = void (*)(void* (&lanes)[kWarpSize], uint32_t mask);
 void meet(const char* operation, uint32_t mask, void* argument, Complete complete, Location location);
 
 // sync_warp

@@ -53,10 +53,10 @@ def mutants_of(path: Path, file: str) -> list[Mutant]:
 
 def prepare() -> None:
     """Has this process build kernels for mutants: what is not optimised is compiled in less than half of the time, most
-    of a mutant's, and arrays of a thread have bounds as well."""
-    from helpers import cuda_on_cpu
+    of a mutant's."""
+    from helpers import cuda_build
 
-    cuda_on_cpu.KERNEL_FLAGS += ("-O0", "-fsanitize=bounds", "-fsanitize-undefined-trap-on-error")
+    cuda_build.KERNEL_FLAGS += ("-O0",)
 
 
 def install(mutant: Mutant, folder: Path) -> None:
@@ -65,17 +65,17 @@ def install(mutant: Mutant, folder: Path) -> None:
     Raises:
         DoesNotCompile: it does not.
     """
-    from helpers import cuda_on_cpu
+    from helpers import cuda_build, cuda_on_cpu
 
     changed, built = folder / mutant.path.name, folder / "built"
     changed.write_text(mutant.source)
     built.mkdir()
-    for made in cuda_on_cpu.BUILT.glob("*.o"):
+    for made in cuda_build.BUILT.glob("*.o"):
         os.link(made, built / made.name)
-    cuda_on_cpu.BUILT = built
+    cuda_build.BUILT = built
     try:
         cuda_on_cpu.library({mutant.path.name: changed})
-    except cuda_on_cpu.CannotBuild as error:
+    except cuda_build.CannotBuild as error:
         raise DoesNotCompile(mutant.name) from error
 
 

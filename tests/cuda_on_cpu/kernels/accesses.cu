@@ -19,6 +19,13 @@ __global__ void copy_by_16(Global<const float> in, Global<float> out, int64_t fi
   store_16(reinterpret<uint4>(out + i), load_16(reinterpret<const uint4>(in + i)));
 }
 
+// In place, with the read-only path last.
+__global__ void write_then_load_16(Global<float> values) {
+  const int64_t i = 4 * global_thread();
+  values[i] = 1;
+  load_16(reinterpret<const uint4>(values + i));
+}
+
 // Through untyped pointers in a struct, as kernels get optional arrays.
 struct Untyped {
   Global<const void> in;
@@ -71,6 +78,13 @@ __global__ void use_local(Global<float> out, int64_t n) {
   out[threadIdx.x] = values[threadIdx.x % 4];
 }
 
+// Element n of an array in registers.
+__global__ void index_local(Global<float> out, int64_t n) {
+  float values[4] = {0, 1, 2, 3};
+  values[n] = 7;
+  out[threadIdx.x] = values[threadIdx.x % 4];
+}
+
 }  // namespace
 }  // namespace bertfast
 
@@ -78,6 +92,7 @@ using namespace bertfast;
 
 BERTFAST_CASE(double_values, double_values, c.array<float>(0), c.array<float>(1), c.n)
 BERTFAST_CASE(copy_by_16, copy_by_16, c.array<float>(0), c.array<float>(1), c.n)
+BERTFAST_CASE(write_then_load_16, write_then_load_16, c.array<float>(0))
 BERTFAST_CASE(copy_untyped, copy_untyped, Untyped{c.arrays[0], c.arrays[1]})
 BERTFAST_CASE(touch_shared, touch_shared, c.array<float>(0), c.n)
 BERTFAST_CASE(read_unwritten_float, read_unwritten<float>, c.array<float>(0))
@@ -88,3 +103,4 @@ BERTFAST_CASE(read_row_int, read_row<int>, c.array<__half>(0), c.array<__half>(1
 BERTFAST_CASE(read_row_int64, read_row<int64_t>, c.array<__half>(0), c.array<__half>(1), static_cast<int>(c.n))
 BERTFAST_CASE(record_order, record_order, c.array<int>(0), c.array<float>(1))
 BERTFAST_CASE(use_local, use_local, c.array<float>(0), c.n)
+BERTFAST_CASE(index_local, index_local, c.array<float>(0), c.n)

@@ -1,6 +1,8 @@
 // An op as those of csrc/cuda are written, with the kernel of doubled.cu.
 #include <torch/csrc/stable/library.h>
 
+#include <optional>
+
 #include "device.h"
 #include "tensor.h"
 
@@ -15,8 +17,8 @@ Tensor doubled(Tensor x, std::optional<Tensor> bias, int64_t width) {
   const OnDevice device(x);
   Tensor out = new_empty(x, {x.size(0), width}, ScalarType::Float);
   if (out.numel() == 0) return out;
-  launch_doubled(data<float>(x), data<float>(bias), mutable_data<float>(out), x.size(0), width, x.stride(0),
-                 device.multiprocessors(), device.stream());
+  launch_doubled(data<float>(x), bias ? data<float>(*bias) : nullptr, mutable_data<float>(out), x.size(0), width,
+                 x.stride(0), device.multiprocessors(), device.stream());
   return out;
 }
 
