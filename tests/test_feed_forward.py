@@ -214,9 +214,11 @@ def test_the_module_passes_the_option_on(backend):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize(("backend", "dtype"), backends_for("feed_forward", (torch.float32,), grad=True))
-def test_backward_is_in_the_dtypes_of_forward_whatever_autocast_is_in_force(backend, dtype, recompute):
-    inputs = case(5, 24, inner=33, outer=17, dtype=dtype).inputs
+@pytest.mark.parametrize(
+    "backend", [b for b, _ in backends_for("feed_forward", (torch.float32,), grad=True) if b != "torch"]
+)
+def test_backward_is_in_the_dtypes_of_forward_whatever_autocast_is_in_force(backend, recompute):
+    inputs = case(5, 24, inner=33, outer=17, dtype=torch.float32).inputs
     found = []
     for enabled in (False, True):
         out = ops.feed_forward(**inputs, recompute_activation=recompute, backend=backend)

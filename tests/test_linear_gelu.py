@@ -272,9 +272,11 @@ def test_infinity_and_nan_of_the_input_stay_where_they_are(backend):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize(("backend", "dtype"), backends_for("linear_gelu", (torch.float32,), grad=True))
-def test_backward_is_in_the_dtypes_of_forward_whatever_autocast_is_in_force(backend, dtype, recompute):
-    inputs = case(5, 24, width_out=33, dtype=dtype).inputs
+@pytest.mark.parametrize(
+    "backend", [b for b, _ in backends_for("linear_gelu", (torch.float32,), grad=True) if b != "torch"]
+)
+def test_backward_is_in_the_dtypes_of_forward_whatever_autocast_is_in_force(backend, recompute):
+    inputs = case(5, 24, width_out=33, dtype=torch.float32).inputs
     found = []
     for enabled in (False, True):
         out = ops.linear_gelu(**inputs, recompute_activation=recompute, backend=backend)
