@@ -19,10 +19,13 @@ inline std::string shape_of(const torch::stable::Tensor& tensor) {
   return text + ")";
 }
 
-inline void check_float(const char* name, const torch::stable::Tensor& tensor) {
-  const ScalarType dtype = tensor.scalar_type();
+inline void check_float_type(const char* name, ScalarType dtype) {
   STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::BFloat16 || dtype == ScalarType::Half, name,
                   ": expected float32, bfloat16 or float16, got ", torch::headeronly::toString(dtype));
+}
+
+inline void check_float(const char* name, const torch::stable::Tensor& tensor) {
+  check_float_type(name, tensor.scalar_type());
 }
 
 inline void check_min_dim(const char* name, const torch::stable::Tensor& tensor, int64_t dim) {

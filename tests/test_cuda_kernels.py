@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from bertfast import ops
+from bertfast.dropout import STREAMS, philox
 from helpers import cuda_on_cpu
 from helpers.op_cases import DTYPES, AddLayerNorm, EmbedLayerNorm, FeedForward, backends_for, random, seed_tensor
 from helpers.poison import contiguous, misaligned, padded_rows, poisoned_memory  # noqa: F401
@@ -177,6 +178,17 @@ def test_drops_what_the_triton_kernel_drops(shape, op):
         assert torch.equal(mask, _mask(shape, "triton", op))
 
 
+def test_the_threshold_of_dropout_is_exact():
+    """Of the first word w, p = (w + 1) / 2^32 drops the element and p = w / 2^32 keeps it."""
+    zero = torch.zeros((), dtype=torch.int64)
+    counter = zero, zero, zero, torch.tensor(STREAMS["add_layer_norm"])
+    word = int(philox(seed_tensor(-3), counter)[0])
+    x, none, one = torch.ones(1, 8), torch.zeros(1, 8), torch.ones(8)
+    for count, kept in ((word + 1, False), (word, True)):
+        settings = {"dropout_p": count / 2**32, "return_sum": True, "_seed": seed_tensor(-3), "backend": "cuda"}
+        assert bool(ops.add_layer_norm(x, none, one, one, **settings)[1][0, 0]) == kept
+
+
 class TestBeyond32Bits:
     """On virtual memory, of which only the rows that are looked at become real."""
 
@@ -249,6 +261,32 @@ def test_what_is_too_wide_or_of_another_dtype_is_an_error():
         torch.ops.bertfast.add_layer_norm_fwd_cuda(x[:, :8], x[:, :9], ones[:8], ones[:8], *settings)
     with pytest.raises(RuntimeError, match="activation: expected a formula of .*, got gleu"):
         torch.ops.bertfast.linear_gelu_fwd_cuda(x[:, :8], x[:, :8], None, "gleu", None, 0.0, False)
+
+
+def _embeddings(ids, embeds=None, types=None, dtype=torch.float32):
+    word, weight = torch.ones(3, 8), torch.ones(8)
+    kinds = None if types is None else torch.zeros_like(ids)
+    arguments = ids, kinds, None, embeds, word, word, types, weight, weight, None, 1e-5, 0.0, dtype, True
+    return torch.ops.bertfast.embed_layer_norm_fwd_cuda(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((torch.tensor(1),), r"input_ids: expected at least 1 dimension\(s\), got shape \(\)"),
+        ((None, torch.ones(8)), r"inputs_embeds: expected at least 2 dimension\(s\), got shape \(8\)"),
+        ((torch.tensor([1]), None, None, torch.float64), "dtype: expected float32, bfloat16 or float16, got Double"),
+        ((torch.tensor([1]), None, None, torch.int8), "dtype: expected float32, bfloat16 or float16, got Char"),
+        ((torch.tensor([1.0]),), "input_ids: expected int32 or int64, got Float"),
+    ],
+)
+def test_wrong_arguments_of_the_private_embeddings(arguments, message):
+    with pytest.raises(RuntimeError, match=message):
+        _embeddings(*arguments)
+
+
+def test_every_id_is_outside_a_table_without_rows():
+    assert _embeddings(torch.tensor([0, 1]), types=torch.ones(0, 8))[0].isnan().all()
 
 
 @pytest.mark.parametrize("name", ["add_layer_norm", "embed_layer_norm"])

@@ -213,6 +213,20 @@ def test_the_module_passes_the_option_on(backend):
     assert FusedFeedForward(4, 8, recompute_activation=True).recompute_activation
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    "backend", [b for b, _ in backends_for("feed_forward", (torch.float32,), grad=True) if b != "torch"]
+)
+def test_backward_is_in_the_dtypes_of_forward_whatever_autocast_is_in_force(backend, recompute):
+    inputs = case(5, 24, inner=33, outer=17, dtype=torch.float32).inputs
+    found = []
+    for enabled in (False, True):
+        out = ops.feed_forward(**inputs, recompute_activation=recompute, backend=backend)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            found.append(torch.autograd.grad(out.square().sum(), list(inputs.values())))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def _arguments(**changes):
     weights = {"w_in": torch.ones(5, 8), "b_in": torch.ones(5), "w_out": torch.ones(7, 5), "b_out": torch.ones(7)}
     return {"x": torch.ones(2, 8), **weights, **changes}

@@ -271,6 +271,20 @@ def test_infinity_and_nan_of_the_input_stay_where_they_are(backend):
     torch.testing.assert_close(out, expected, equal_nan=True)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    "backend", [b for b, _ in backends_for("linear_gelu", (torch.float32,), grad=True) if b != "torch"]
+)
+def test_backward_is_in_the_dtypes_of_forward_whatever_autocast_is_in_force(backend, recompute):
+    inputs = case(5, 24, width_out=33, dtype=torch.float32).inputs
+    found = []
+    for enabled in (False, True):
+        out = ops.linear_gelu(**inputs, recompute_activation=recompute, backend=backend)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            found.append(torch.autograd.grad(out.square().sum(), list(inputs.values())))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def _arguments(**changes):
     return {"x": torch.ones(2, 8), "weight": torch.ones(5, 8), "bias": torch.ones(5), **changes}
 

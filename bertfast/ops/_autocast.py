@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -20,3 +23,18 @@ def to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 def normalises_in_float32(x: Tensor) -> bool:
     """Whether stock LayerNorm returns fp32 here: CUDA's autocast lists it under fp32, the CPU's does not."""
     return x.is_cuda and torch.is_autocast_enabled("cuda")
+
+
+def without_autocast(backward: Callable) -> Callable:
+    """`backward`, which computes in the dtypes that the forward pass had: where it runs another autocast may be in
+    force, or one where there was none, and GEMMs would follow that."""
+
+    @functools.wraps(backward)
+    def run(*arguments):
+        device = next(a for a in arguments if isinstance(a, Tensor)).device.type
+        if device == "meta" or not torch.is_autocast_enabled(device):
+            return backward(*arguments)
+        with torch.autocast(device, enabled=False):
+            return backward(*arguments)
+
+    return run

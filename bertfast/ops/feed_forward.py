@@ -15,13 +15,14 @@ from torch import Tensor
 from bertfast.activations import FORMULAS, GELU_FORMS, Activation, get_activation
 from bertfast.backends import FLOAT, HALF, Capability, choose, describe, needs_grad, register
 from bertfast.dropout import apply_dropout, check_probability, seed_for
-from bertfast.ops._autocast import to_autocast
+from bertfast.ops._autocast import to_autocast, without_autocast
 from bertfast.ops._checks import check_required, check_same_dtype, check_shape, check_tensors
 from bertfast.ops._library import TRITON_DEVICES, cuda_unavailable, extension_unavailable, triton_unavailable
 from bertfast.ops._once import distinct, once
 from bertfast.ops.linear_gelu import BWD, FWD, check_linear, checkpointed, linear_gradients, rows_of
 
 
+@without_autocast
 def _backward(backend, activation, dropout_p, recompute, wanted, dout, x, w_in, b_in, w_out, seed, pre):
     wants_x, wants_w_in, wants_b_in, wants_w_out, wants_b_out = wanted
     db_out = rows_of(dout).sum(0) if wants_b_out else None

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from bertfast.backends import FLOAT, HALF, Capability, choose, describe, is_transformed, needs_grad, register
-from bertfast.ops._autocast import to_autocast
+from bertfast.ops._autocast import to_autocast, without_autocast
 from bertfast.ops._checks import check_rank, check_required, check_same_dtype, check_shape, check_tensors
 from bertfast.ops._library import TRITON_DEVICES, cuda_unavailable, define, extension_unavailable, triton_unavailable
 from bertfast.ops._once import distinct, once
@@ -68,6 +68,7 @@ def rows_of(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
+@without_autocast
 def _backward(backend, activation, recompute, wanted, dout, x, weight, bias, pre):
     wants_x, wants_weight, wants_bias = wanted
     if recompute:

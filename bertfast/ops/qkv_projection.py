@@ -14,7 +14,7 @@ from torch import Tensor
 from bertfast import weight_cache
 from bertfast.backends import FLOAT, HALF, Capability, choose, describe, needs_grad, register
 from bertfast.kernels import tiles
-from bertfast.ops._autocast import to_autocast
+from bertfast.ops._autocast import to_autocast, without_autocast
 from bertfast.ops._checks import check_rank, check_required, check_same_dtype, check_shape, check_tensors
 from bertfast.ops._library import TRITON_DEVICES, define, extension_unavailable, triton_unavailable
 from bertfast.ops._once import distinct
@@ -51,6 +51,7 @@ class _QkvProjection(torch.autograd.Function):
         return _split(_FWD[backend](x, weight_q, weight_k, weight_v, bias_q, bias_k, bias_v))
 
     @staticmethod
+    @without_autocast
     def backward(ctx, *grads):
         x, *weights = ctx.saved_tensors
         need_x, *needed = ctx.needs_input_grad[:7]

@@ -86,7 +86,7 @@ struct Activation<Formula::kRelu6> {
 template <>
 struct Activation<Formula::kLeakyRelu> {
   __device__ __forceinline__ static float value(float x) { return x <= 0 ? 0.01f * x : x; }
-  __device__ __forceinline__ static float derivative(float x) { return x <= 0 ? 0.01f : 1.0f; }
+  __device__ __forceinline__ static float derivative(float x) { return x > 0 ? 1.0f : 0.01f; }
 };
 
 template <>

@@ -56,12 +56,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> embed_layer_norm_fwd(
   check_vector("bias", bias, width);
   STD_TORCH_CHECK(input_ids.has_value() != inputs_embeds.has_value(),
                   "input_ids and inputs_embeds: expected exactly one of them");
+  if (input_ids) check_min_dim("input_ids", *input_ids, 1);
   std::vector<int64_t> sizes = sizes_of(input_ids ? *input_ids : *inputs_embeds);
   if (inputs_embeds) {
     check_float("inputs_embeds", *inputs_embeds);
+    check_min_dim("inputs_embeds", *inputs_embeds, 2);
     STD_TORCH_CHECK(sizes.back() == width, "inputs_embeds: expected width ", width, ", got ", shape_of(*inputs_embeds));
     sizes.pop_back();
   }
+  check_float_type("dtype", dtype);
   const std::vector<int64_t> tokens = sizes;
   sizes.push_back(width);
   const OnDevice on(word);

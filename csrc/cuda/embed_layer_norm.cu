@@ -41,7 +41,7 @@ struct Table {
 
   __host__ explicit Table(const TableArray& a) : source(a.array), rows(a.rows), stride(a.stride) {}
 
-  __device__ __forceinline__ explicit operator bool() const { return static_cast<bool>(source); }
+  __device__ __forceinline__ explicit operator bool() const { return rows >= 0; }
 };
 
 template <class T>

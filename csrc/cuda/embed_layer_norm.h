@@ -16,10 +16,11 @@ struct IdsArray {
   int64_t stride_batch = 0, stride_sequence = 0;
 };
 
-// (rows, width) with unit stride in the last dimension.
+// (rows, width) with unit stride in the last dimension; one without rows is there all the same, and every id outside
+// it.
 struct TableArray {
   ConstArray array;
-  int64_t rows = 0, stride = 0;
+  int64_t rows = -1, stride = 0;
 };
 
 struct EmbedLayerNormFwdArgs {
