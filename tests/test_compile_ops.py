@@ -165,7 +165,7 @@ REPEATS = {
 }
 
 
-@pytest.mark.parametrize("pin", PINS[:2])
+@pytest.mark.parametrize("pin", PINS[:3])
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("name", REPEATS)
 def test_tensors_that_are_used_twice(name, dynamic, pin):
@@ -187,7 +187,7 @@ def _layer_inputs(rows):
     return [numbers(seed, *size) for seed, size in enumerate(sizes)]
 
 
-@pytest.mark.parametrize("pin", PINS[:2])
+@pytest.mark.parametrize("pin", PINS[:3])
 def test_inductor_forward_and_backward(pin):
     inputs, function = _layer_inputs(7), pin[0](_layer)
     expected = results_of(function, inputs)
@@ -215,9 +215,12 @@ def ops_in(graph):
     return {target for target in targets if target.startswith("bertfast.")}
 
 
-def assert_on_triton(graph, pin):
-    if pin is not AUTO:
+def assert_on_its_backend(graph, pin):
+    if pin in (INSIDE, AROUND):
         assert ops_in(graph) and all(target.endswith("_triton.default") for target in ops_in(graph))
+    elif pin is CUDA:
+        # What it does not serve is torch's.
+        assert all(target.endswith("_cuda.default") for target in ops_in(graph))
 
 
 @pytest.mark.parametrize("pin", PINS)
@@ -233,7 +236,7 @@ def test_one_graph_for_all_row_counts(pin):
         with outer():
             torch.testing.assert_close(compiled(*inputs), function(*inputs))
     assert len(graphs) == 1
-    assert_on_triton(graphs[0], pin)
+    assert_on_its_backend(graphs[0], pin)
 
 
 @pytest.mark.parametrize("pin", PINS)
@@ -261,7 +264,7 @@ def test_one_graph_for_all_numbers_of_embedded_tokens():
         with on_triton():
             torch.testing.assert_close(compiled(ids, *tables), embed(ids, *tables))
     assert len(graphs) == 1
-    assert_on_triton(graphs[0], AROUND)
+    assert_on_its_backend(graphs[0], AROUND)
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -280,7 +283,7 @@ def test_one_graph_for_all_sequence_lengths(pin, grad):
         with outer():
             torch.testing.assert_close(compiled(q, k, v, mask), inner(attend)(q, k, v, mask))
     assert len(graphs) == 1
-    assert_on_triton(graphs[0], pin)
+    assert_on_its_backend(graphs[0], pin)
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -300,7 +303,7 @@ def test_one_graph_for_all_numbers_of_packed_tokens(pin, grad):
             expected = inner(attend)(q, k, v, cu, max(tokens, 2))
             torch.testing.assert_close(compiled(q, k, v, cu, max(tokens, 2)), expected, atol=1e-5, rtol=1e-5)
     assert len(graphs) == 1
-    assert_on_triton(graphs[0], pin)
+    assert_on_its_backend(graphs[0], pin)
 
 
 @every_call
@@ -315,13 +318,13 @@ def test_export(name, pin):
     with outer():
         program = torch.export.export(Module(), tuple(t.detach() for t in inputs))
         expected = inner(function)(*inputs)
-    assert_on_triton(program.graph_module, pin)
+    assert_on_its_backend(program.graph_module, pin)
     found = program.module()(*(t.detach() for t in inputs))
     for ours, eager in zip(_tuple(found), _tuple(expected), strict=True):
         torch.testing.assert_close(ours, eager, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("pin", PINS[:2])
+@pytest.mark.parametrize("pin", PINS[:3])
 def test_export_with_a_dynamic_number_of_rows(pin):
     function = pin[0](_layer)
 
@@ -338,7 +341,7 @@ def test_export_with_a_dynamic_number_of_rows(pin):
         torch.testing.assert_close(program.module()(*arguments), function(*arguments))
 
 
-@pytest.mark.parametrize("pin", PINS[:2])
+@pytest.mark.parametrize("pin", PINS[:3])
 def test_dropout_draws_anew_in_compiled_code_and_follows_manual_seed(pin):
     x, ones = numbers(0, 8, 64).detach(), torch.ones(64)
     function = pin[0](lambda x: ops.add_layer_norm(x, x, ones, ones, dropout_p=0.5))
