@@ -27,6 +27,8 @@ BIN := .venv/bin
 READY := .venv/.ready
 TRANSFORMERS_TESTS := $(patsubst %,tests/test_swap_%.py,huggingface hooks compile attention core round_trips)
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+# Linted, and built by the tests that need it.
+EMULATOR := $(shell find tests/cuda_on_cpu -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
 CUDA_VENV := build/torch-$(CUDA_TORCH)
 CUDA_PIP := $(CUDA_VENV)/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) --constraint $(CUDA_VENV)/constraints.txt
@@ -86,7 +88,7 @@ build/torch-%/.ready: | $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run -Werror $(SOURCES)
+	$(BIN)/clang-format --dry-run -Werror $(SOURCES) $(EMULATOR)
 
 # The stamp comes last, so an interrupted set-up starts over. torch goes first: the extension is built against it.
 $(READY): pyproject.toml setup.py constraints.txt $(SOURCES)
