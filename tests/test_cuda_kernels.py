@@ -287,6 +287,22 @@ def test_wrong_arguments_of_the_private_embeddings(arguments, message):
         _embeddings(*arguments)
 
 
+@pytest.mark.parametrize(("word_id", "type_id", "place"), [(9, 0, 0), (-1, 0, 0), (0, 1, 0), (0, -1, 0), (0, 0, 3)])
+@pytest.mark.parametrize("width", [1, 8])
+def test_one_id_outside_its_table_makes_a_row_nan(word_id, type_id, place, width):
+    """One value is its own mean, whatever it is: only the id can make it NaN."""
+    word, weight = torch.ones(3, width), torch.ones(width)
+    ids = torch.tensor([word_id, 1]), torch.tensor([type_id, 0]), torch.tensor([place, 1])
+    rest = None, word, word, torch.ones(1, width), weight, weight, None, 1e-5, 0.0, torch.float32, False
+    out = torch.ops.bertfast.embed_layer_norm_fwd_cuda(*ids, *rest)[0]
+    assert out[0].isnan().all() and not out[1].isnan().any()
+
+
+def test_blocks_of_several_stripes_walk_over_all_rows():
+    assert_parity(_feed_forward(70, 1040, HALF), "cuda")
+    assert_parity(_feed_forward(70, 520, torch.float32), "cuda")
+
+
 def test_every_id_is_outside_a_table_without_rows():
     assert _embeddings(torch.tensor([0, 1]), types=torch.ones(0, 8))[0].isnan().all()
 
