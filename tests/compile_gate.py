@@ -42,11 +42,10 @@ from bertfast.kernels.tiles import MULTIPROCESSORS
 from helpers.compiled import (
     Facts,
     Row,
+    compare,
     complaints,
     is_written_from,
     note_sources,
-    read_table,
-    regressions,
     table_path,
     write_table,
 )
@@ -197,18 +196,6 @@ def compile_calls(
     for variant in (variant for variants, _ in results for variant in variants):
         unique.setdefault((variant.row.kernel, variant.row.target, variant.digest), variant)
     return list(unique.values()), [error for _, errors in results for error in errors]
-
-
-def compare(rows: list[Row], path: Path, whole: bool) -> list[str]:
-    """Regressions; of a part of the calls, those of what both sides have."""
-    if not path.exists():
-        print(f"{path.name} is not in {path.parent.name}: nothing to compare with")
-        return []
-    table = read_table(path)
-    if whole:
-        return regressions(rows, table)
-    compiled, listed = {row.key for row in rows}, {row.key for row in table}
-    return regressions((row for row in rows if row.key in listed), (row for row in table if row.key in compiled))
 
 
 def main() -> int:

@@ -28,7 +28,8 @@ from typing import NamedTuple
 from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
 
 from helpers import nvcc
-from helpers.compiled import read_table, regressions, write_table
+from helpers.compiled import compare, write_table
+from helpers.cpp_source import included
 from helpers.project import ROOT, load_setup
 
 KERNELS = ROOT / "csrc" / "cuda"
@@ -58,7 +59,7 @@ def archs_of(listed: str) -> list[str]:
 
 
 def compile_one(source: Path, arch: str, tools: Tools) -> Compiled:
-    files = [Path(nvcc.__file__), *nvcc.included(source, INCLUDES)]
+    files = [Path(nvcc.__file__), *included(source, INCLUDES)]
     about = [arch, tools.version, *tools.flags, *(file.read_text() for file in files)]
     kept = CACHE / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()}.json"
     if kept.exists():
@@ -85,23 +86,9 @@ def check_one(source: Path, arch: str, tools: Tools) -> tuple[list[nvcc.Row], li
         return [], [f"{source.name}, sm_{arch}: does not compile\n{compiled.log.strip()}"]
     if source.parent == TEST_KERNELS:
         return [], []
-    text = "\n".join(file.read_text() for file in nvcc.included(source, INCLUDES))
+    text = "\n".join(file.read_text() for file in included(source, INCLUDES))
     parameters = nvcc.parameters_of_kernels(text)
     return nvcc.rows_of(source.stem, arch, compiled.log, compiled.accesses, parameters)
-
-
-def compare(rows: list[nvcc.Row], path: Path, whole: bool) -> list[str]:
-    """Regressions; of a part of the kernels, those of what both sides have."""
-    if not rows:
-        return []
-    if not path.exists():
-        return [f"there is no {path.name} to compare with in {path.parent.name}: --write makes it"]
-    table = read_table(path, nvcc.Row)
-    if not whole:
-        compiled, listed = {row.key for row in rows}, {row.key for row in table}
-        rows = [row for row in rows if row.key in listed]
-        table = [row for row in table if row.key in compiled]
-    return regressions(rows, table, nvcc.worse)
 
 
 def _options() -> argparse.Namespace:
@@ -142,7 +129,7 @@ def main() -> int:
     if options.write and not errors:
         write_table(path, rows)
     elif not options.write:
-        errors += compare(rows, path, whole=not (options.archs or options.files))
+        errors += compare(rows, path, not (options.archs or options.files), nvcc.worse)
     for error in errors:
         print(f"error: {error}")
     kernels = len({(row.file, row.kernel) for row in rows})

@@ -61,6 +61,15 @@ def test_no_committed_table_has_spills_in_half_precision(path):
     assert [str(row) for row in half if row.stack > (compiled.SPARED if row.matrix else 0)] == []
 
 
+def test_a_table_that_is_not_there_is_an_error(tmp_path):
+    missing = tmp_path / "triton-9.9.csv"
+    assert compiled.compare([ROW], missing, True) == compiled.compare([ROW], missing, False) != []
+    compiled.write_table(missing, [ROW])
+    assert compiled.compare([ROW], missing, True) == []
+    assert compiled.compare([ROW._replace(kernel="another_kernel")], missing, False) == []
+    assert len(compiled.compare([ROW._replace(kernel="another_kernel")], missing, True)) == 2
+
+
 def test_every_table_notes_its_sources():
     assert {path.stem for path in TABLES} == json.loads(compiled.SOURCES.read_text()).keys()
 

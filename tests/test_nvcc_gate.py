@@ -14,6 +14,7 @@ import pytest
 
 from helpers import nvcc
 from helpers.compiled import FOLDER, REGISTER_MARGIN, read_table, regressions, write_table
+from helpers.cpp_source import included
 from helpers.nvcc import Row, complaints, readable, rows_of, worse
 from helpers.project import ROOT, load_setup, run_python
 
@@ -152,7 +153,7 @@ def test_included_files(tmp_path):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-    found = nvcc.included(tmp_path / "cuda" / "op.cu", [tmp_path])
+    found = included(tmp_path / "cuda" / "op.cu", [tmp_path])
     assert {path.relative_to(tmp_path).as_posix() for path in found} == files.keys() - {"no.h"}
 
 

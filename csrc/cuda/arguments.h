@@ -57,6 +57,12 @@ inline void check_width(int64_t width) {
   STD_TORCH_CHECK(width <= kMaxWidth, "width: expected at most ", kMaxWidth, ", got ", width);
 }
 
+// A gradient of a tensor.
+inline void check_gradient(const char* name, const Tensor& gradient, const char* of_name, const Tensor& of) {
+  check_same_shape(name, gradient, of_name, of);
+  check_same_dtype(name, gradient, of_name, of);
+}
+
 // Without a seed nothing is dropped.
 inline DropoutArgs dropout_of(const std::optional<Tensor>& seed, double p) {
   check_probability("dropout_p", p);

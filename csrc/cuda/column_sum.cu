@@ -1,8 +1,8 @@
 // The second stage of sums over rows: (K, P, N) partial sums to K vectors (N,), in one order whatever runs beside it.
 //
-// Bytes: 4 K P N read, 4 K N written, and 4 K P N written by the first stage. P is up to three blocks a multiprocessor,
-// so that they are a few per cent of a pass over 16,384 rows, and a half of one over 1,024. A warp reads 32
-// neighbouring columns of a row, the block's 8 warps every eighth row.
+// Bytes: 4 K P N read, 4 K N written, and 4 K P N written by the first stage. P is up to three blocks a multiprocessor:
+// with K = 2 and 132 of these both stages move 6 per cent of what a pass over 16,384 rows of half precision does, and
+// as much as one over 1,024. A warp reads 32 neighbouring columns of a row, the block's 8 warps every eighth row.
 #include <algorithm>
 
 #include "column_sum.h"

@@ -73,14 +73,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> add_layer_norm_bwd(Tensor dou
   const int64_t width = sizes.back();
   const int64_t rows = rows_of(sizes);
   check_width(width);
-  check_float("dout", dout);
-  check_same_shape("dout", dout, "sum", sum);
-  check_same_dtype("dout", dout, "sum", sum);
-  if (dsum) {
-    check_float("dsum", *dsum);
-    check_same_shape("dsum", *dsum, "sum", sum);
-    check_same_dtype("dsum", *dsum, "sum", sum);
-  }
+  check_gradient("dout", dout, "sum", sum);
+  if (dsum) check_gradient("dsum", *dsum, "sum", sum);
   check_statistics("mean", mean, rows);
   check_statistics("rstd", rstd, rows);
   check_vector("weight", weight, width);

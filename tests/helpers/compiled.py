@@ -153,6 +153,20 @@ def regressions(rows: Iterable, table: Iterable, worse: Callable[..., list[str]]
     return found + [f"{row}: in the table, but no longer compiled" for row in before.values()]
 
 
+def compare(rows: Sequence, path: Path, whole: bool, worse: Callable[..., list[str]] = _worse) -> list[str]:
+    """Regressions against a committed table, which has to be there; of a part of what is compiled (not `whole`), those
+    of what both sides have."""
+    if not rows:
+        return []
+    if not path.exists():
+        return [f"there is no {path.name} to compare with in {path.parent.name}: --write makes it"]
+    table = read_table(path, type(rows[0]))
+    if not whole:
+        made, listed = {row.key for row in rows}, {row.key for row in table}
+        rows, table = [row for row in rows if row.key in listed], [row for row in table if row.key in made]
+    return regressions(rows, table, worse)
+
+
 def table_path(triton_version: str) -> Path:
     """Tables are per minor version of Triton, whose ptxas is part of it."""
     return FOLDER / f"triton-{'.'.join(triton_version.split('.')[:2])}.csv"

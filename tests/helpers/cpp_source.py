@@ -1,4 +1,5 @@
-"""CUDA C++ source as tokens: what brackets enclose, where device functions are, how far operands reach.
+"""CUDA C++ source: which files it includes, and as tokens what brackets enclose, where device functions are, how far
+operands reach.
 
 It counts on clang-format: binary operators have a space on both sides, brackets of templates never do.
 """
@@ -6,9 +7,10 @@ It counts on clang-format: binary operators have a space on both sides, brackets
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 TOKEN = re.compile(
     r"""
@@ -29,6 +31,20 @@ ASSIGNMENTS = {"=", "+=", "-=", "*=", "/=", "%=", "&=", "|=", "^=", "<<=", ">>="
 # What no operand reaches across.
 ENDS = {"(", "[", "{", "<", ")", "]", "}", ",", ";", "?", ":", "return", "case", "else", *ASSIGNMENTS}
 CLOSING = {")": "(", "]": "[", "}": "{", ">": "<"}
+
+
+def included(source: Path, folders: Iterable[Path]) -> list[Path]:
+    """`source` and what it includes by quotes, directly and not, from beside it and from `folders`."""
+    folders, found, left = list(folders), [], [source]
+    while left:
+        file = left.pop()
+        if file in found:
+            continue
+        found.append(file)
+        for name in re.findall(r'^\s*#\s*include\s*"([^"]+)"', file.read_text(), re.MULTILINE):
+            places = [folder / name for folder in (file.parent, *folders)]
+            left += [place.resolve() for place in places if place.exists()][:1]
+    return found
 
 
 @dataclass(frozen=True)

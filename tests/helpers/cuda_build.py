@@ -7,7 +7,6 @@ import functools
 import hashlib
 import importlib.metadata
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from helpers.cpp_source import included
 from helpers.project import ROOT, load_setup
 
 KERNELS = ROOT / "csrc" / "cuda"
@@ -124,20 +124,6 @@ def _flags(source: Path, extra: Sequence[str]) -> list[str]:
     return flags + [flag for folder in system for flag in ("-isystem", str(folder))]
 
 
-def _sources_of(source: Path, folders: Sequence[Path]) -> list[Path]:
-    """A source and what it includes of this project."""
-    found, left = [], [source]
-    while left:
-        path = left.pop()
-        if path in found:
-            continue
-        found.append(path)
-        for name in re.findall(r'^\s*#\s*include\s*"([^"]+)"', path.read_text(), re.MULTILINE):
-            candidates = (folder / name for folder in (path.parent, *folders))
-            left += [candidate.resolve() for candidate in candidates if candidate.is_file()][:1]
-    return found
-
-
 def _digest(*parts: object) -> str:
     digest = hashlib.sha256()
     for part in parts:
@@ -176,7 +162,7 @@ def _object(source: Path, folders: Sequence[Path], extra: Sequence[str]) -> Path
     flags = _flags(source, extra)
     # In the order in which they are found, without their folders: what is equal in csrc/cuda and in a copy of it is
     # built once.
-    contents = [(path.name, path.read_bytes()) for path in _sources_of(source, folders)]
+    contents = [(path.name, path.read_bytes()) for path in included(source, folders)]
     key = _digest(_surroundings(), flags, *contents)
     includes = [flag for folder in folders for flag in ("-I", str(folder))]
 

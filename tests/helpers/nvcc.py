@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -85,20 +84,6 @@ def nvcc_version(nvcc: str) -> str:
 
 def table_path(version: str) -> Path:
     return FOLDER / f"nvcc-{'.'.join(version.split('.')[:2])}.csv"
-
-
-def included(source: Path, folders: Iterable[Path]) -> list[Path]:
-    """`source` and what it includes by quotes, directly and not, from beside it and from `folders`."""
-    folders, found, left = list(folders), [], [source]
-    while left:
-        file = left.pop()
-        if file in found:
-            continue
-        found.append(file)
-        for name in re.findall(r'^\s*#\s*include\s+"([^"]+)"', file.read_text(), re.MULTILINE):
-            places = [folder / name for folder in (file.parent, *folders)]
-            left += [place.resolve() for place in places if place.exists()][:1]
-    return found
 
 
 def parameters_of_kernels(source: str) -> dict[str, list[str]]:
