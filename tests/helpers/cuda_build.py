@@ -108,11 +108,11 @@ def _surroundings() -> str:
 
 def _flags(source: Path, extra: Sequence[str]) -> list[str]:
     flags = [*FLAGS, *extra]
+    if not has_boost():
+        flags.append("-DBERTFAST_UCONTEXT")
     system = _headers()
     if source.parent == EMULATOR:
         flags += EMULATOR_FLAGS
-        if not has_boost():
-            flags.append("-DBERTFAST_UCONTEXT")
     elif source.suffix == ".cpp":
         flags += [*HOST_FLAGS, load_setup().TARGET_VERSION]
         system = [Path(torch.__file__).parent / "include", *system]
@@ -201,7 +201,7 @@ def build(
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         every = [*sources, *sorted(EMULATOR.glob("*.cpp"))]
         objects = list(pool.map(lambda source: _object(source, folders, flags), every))
-    boost = ["-lboost_context"] if has_boost() and "-DBERTFAST_UCONTEXT" not in flags else []
+    boost = ["-lboost_context"] if has_boost() else []
 
     def command(part: Path) -> list[str]:
         return [*_compiler(), "-shared", *map(str, objects), *linked, *boost, "-o", str(part)]
