@@ -249,6 +249,7 @@ def cases(op: str, small: bool) -> dict[str, Make]:
             "long": lambda t: attention(2, 12, 500, 515, 64, t),
             "long, float mask, dropout": lambda t: attention(2, 3, 300, 270, 64, t, mask="float", **dropout),
             "float mask": lambda t: attention(2, 3, 65, 127, 32, t, mask="float"),
+            "wide head": lambda t: attention(2, 3, 65, 127, 128, t, mask="bool"),
             "widest head": lambda t: attention(2, 3, 65, 127, 256, t, mask="bool"),
             "causal": lambda t: attention(2, 3, 40, 77, 64, t, is_causal=True),
             "odd sizes": lambda t: attention(2, 3, 1, 63, 20, t, mask="bool"),

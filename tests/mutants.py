@@ -55,6 +55,7 @@ TRITON_TESTS = {
     "attention_bwd": ("test_attention_kernels.py", "test_attention.py", "test_varlen_attention.py"),
     "attention_mask_bwd": ("test_attention_kernels.py", "test_attention.py"),
 }
+_CUDA_ATTENTION = ("test_cuda_attention.py", "test_attention.py", "test_varlen_attention.py")
 CUDA_TESTS = {
     "cuda/packed": ("test_cuda_kernels.py", "test_layer_norm.py", "test_linear_gelu.py"),
     "cuda/philox": ("test_cuda_kernels.py", "test_layer_norm.py", "test_feed_forward.py"),
@@ -66,6 +67,13 @@ CUDA_TESTS = {
     "cuda/layer_norm": ("test_cuda_kernels.py", "test_layer_norm.py"),
     "cuda/embed_layer_norm": ("test_cuda_kernels.py", "test_embed_layer_norm.py"),
     "cuda/bias_activation": ("test_cuda_kernels.py", "test_linear_gelu.py", "test_feed_forward.py"),
+    "cuda/shared_tile": _CUDA_ATTENTION,
+    "cuda/products": _CUDA_ATTENTION,
+    "cuda/attention_inputs": _CUDA_ATTENTION,
+    "cuda/attention_scores": _CUDA_ATTENTION,
+    "cuda/attention": _CUDA_ATTENTION,
+    "cuda/attention_bwd": _CUDA_ATTENTION,
+    "cuda/attention_mask_bwd": _CUDA_ATTENTION,
 }
 TESTS = TRITON_TESTS | CUDA_TESTS
 

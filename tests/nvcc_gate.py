@@ -5,9 +5,10 @@
     python tests/nvcc_gate.py --archs 80,90a    for these only; nothing is missed then
     python tests/nvcc_gate.py --files layer     of files whose names match; nothing is missed then
 
-Flags and architectures are those of setup.py. Registers, stack and spills are what ptxas says, accesses are counted in
-the machine code. Fails on what `helpers/nvcc.py` says and on any warning. The emulator's own test kernels have to
-compile, no more. What was compiled is kept in build/nvcc_gate by content: a second run takes seconds.
+Flags and architectures are those of setup.py. Registers, stack and spills are what ptxas says; accesses and what a main
+loop of matrix products consists of are counted in the machine code. Fails on what `helpers/nvcc.py` says and on any
+warning. The emulator's own test kernels have to compile, no more. What was compiled is kept in build/nvcc_gate by
+content: a second run takes seconds.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ class Tools(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """What nvcc and ptxas said, and the `accesses` of the machine code; None where it does not compile."""
+    """What nvcc and ptxas said, and the counts of the machine code; None where it does not compile."""
 
     log: str
-    accesses: dict[str, list[int]] | None
+    counts: dict[str, nvcc.Counts] | None
 
 
 def archs_of(listed: str) -> list[str]:
@@ -63,7 +64,8 @@ def compile_one(source: Path, arch: str, tools: Tools) -> Compiled:
     about = [arch, tools.version, *tools.flags, *(file.read_text() for file in files)]
     kept = CACHE / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()}.json"
     if kept.exists():
-        return Compiled(**json.loads(kept.read_text()))
+        log, counts = json.loads(kept.read_text())
+        return Compiled(log, {name: nvcc.Counts(*numbers) for name, numbers in counts.items()})
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, f"{source.stem}.cubin")
         command = [tools.nvcc, "-cubin", f"-arch=sm_{arch}", *tools.flags, "-Xptxas=-v", "-o", cubin, source]
@@ -72,23 +74,23 @@ def compile_one(source: Path, arch: str, tools: Tools) -> Compiled:
         if done.returncode:
             return Compiled(log, None)
         dumped = subprocess.run([tools.cuobjdump, "-sass", cubin], capture_output=True, text=True, check=True)
-    compiled = Compiled(log, nvcc.accesses(dumped.stdout))
+    compiled = Compiled(log, nvcc.counts_of(dumped.stdout))
     CACHE.mkdir(parents=True, exist_ok=True)
     part = kept.with_suffix(f".{os.getpid()}.{arch}")
-    part.write_text(json.dumps(compiled._asdict()))
+    part.write_text(json.dumps(compiled))
     part.replace(kept)
     return compiled
 
 
 def check_one(source: Path, arch: str, tools: Tools) -> tuple[list[nvcc.Row], list[str]]:
     compiled = compile_one(source, arch, tools)
-    if compiled.accesses is None:
+    if compiled.counts is None:
         return [], [f"{source.name}, sm_{arch}: does not compile\n{compiled.log.strip()}"]
     if source.parent == TEST_KERNELS:
         return [], []
     text = "\n".join(file.read_text() for file in included(source, INCLUDES))
     parameters = nvcc.parameters_of_kernels(text)
-    return nvcc.rows_of(source.stem, arch, compiled.log, compiled.accesses, parameters)
+    return nvcc.rows_of(source.stem, arch, compiled.log, compiled.counts, parameters)
 
 
 def _options() -> argparse.Namespace:

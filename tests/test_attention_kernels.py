@@ -12,6 +12,7 @@ from bertfast import nn, ops, reference, use_backend
 from bertfast.kernels import tiles
 from helpers.op_cases import Attention, VarlenAttention, random, seed_tensor
 from helpers.poison import every_other, padded_rows, poisoned_memory  # noqa: F401
+from helpers.recorder import allocated
 from helpers.tolerance import assert_parity
 
 attention = importlib.import_module("bertfast.kernels.attention")
@@ -111,13 +112,6 @@ def test_statistics_add_up_to_lse(kind, is_causal):
     assert (kind == "none") == bool(lse.isfinite().all())
     torch.testing.assert_close(stats.double().sum(0), lse, atol=1e-5, rtol=0)
     assert not stats[1][lse.isinf()].any()
-
-
-def allocated(function):
-    """Bytes that a call allocates in all."""
-    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        function()
-    return sum(event.self_cpu_memory_usage for event in profile.events() if event.self_cpu_memory_usage > 0)
 
 
 @pytest.mark.parametrize("biased", [False, True])

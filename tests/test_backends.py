@@ -424,3 +424,23 @@ def test_a_rocm_build_of_torch_is_the_reason(find_triton, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
     find_triton("3.9.0")
     assert "built for ROCm" in _library.triton_unavailable()
+
+
+@pytest.mark.parametrize(
+    ("facts", "with_triton", "without"),
+    [
+        ({}, "triton", "cuda"),
+        ({"head_dim": 129}, "triton", "torch"),
+        ({"head_dim": 257}, "torch", "torch"),
+        ({"dtypes": (torch.float32,)}, "torch", "torch"),
+        ({"compute": (7, 5)}, "torch", "torch"),
+    ],
+)
+@pytest.mark.parametrize("op", ["attention", "varlen_attention"])
+def test_attention_on_a_gpu(find_triton, op, facts, with_triton, without):
+    call = Call(op, "cuda", (9, 0), (torch.bfloat16,), head_dim=128, grad=True, dropout=True)._replace(**facts)
+    find_triton("3.8.0")
+    assert chosen(call) == with_triton
+    backends._choices.clear()
+    find_triton(None)
+    assert chosen(call) == without

@@ -126,6 +126,19 @@ def test_mixed_dtypes(x, residual, vector, width):
     assert_parity(AddLayerNorm(inputs, case.settings), "cuda")
 
 
+@pytest.mark.parametrize("width", [7, 40, 1040])
+def test_mixed_rows_are_normalised_as_they_are_stored(width):
+    """The sum is rounded before its statistics are taken, whatever the weight's dtype."""
+    x, x_bias = (random(*shape, dtype=HALF, seed=i, grad=False) for i, shape in enumerate([(5, width), (width,)]))
+    weight, bias = torch.ones(width), torch.zeros(width)
+    arguments = None, weight, bias, 100 * x_bias, None, 1e-5, 0.0, True
+    out, total, mean, rstd = torch.ops.bertfast.add_layer_norm_fwd_cuda(x, *arguments)
+    assert out.dtype == total.dtype == HALF
+    of_stored = total.double()
+    torch.testing.assert_close(mean.double(), of_stored.mean(-1), atol=1e-5, rtol=1e-6)
+    torch.testing.assert_close(rstd.double(), (of_stored.var(-1, correction=0) + 1e-5).rsqrt(), atol=0, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("name", "width", "blocks"),
     [

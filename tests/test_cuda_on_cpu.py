@@ -77,7 +77,7 @@ def test_a_kernel_runs_on_every_element(seeded):
     seeded("double_values", x, out, n=1000, grid=(4, 1), threads=256)
     assert torch.equal(out, 2 * x)
     assert seeded.counters().last == Counts(
-        launches=1, blocks=4, threads=1024, requests=0, conflicts=0, wide_accesses=0, other_accesses=2000
+        launches=1, blocks=4, threads=1024, requests=0, conflicts=0, wide_accesses=0, other_accesses=2000, products=0
     )
 
 
@@ -397,6 +397,15 @@ def test_masks_name_lanes_of_the_block(seeded):
     x, out = torch.randn(32), of_zeros(32)
     seeded("everybody", x, out, n=0xFFFF, threads=16)
     seeded.fails("has lanes that the block has not", "everybody", x, out, n=2**32 - 1, threads=16)
+
+
+@seeds
+def test_numbers_that_only_seem_uniform(seeded):
+    x, out = torch.tensor([3.0, 5.0]).repeat_interleave(32), torch.zeros(64)
+    seeded("uniform_of", x, out, threads=64)
+    assert torch.equal(out, x)
+    x[40] = 6.0
+    seeded.fails(r"uniform \(warps.cu:\d+\) is given 6, but by lane 0 5", "uniform_of", x, out, threads=64)
 
 
 @seeds

@@ -106,6 +106,9 @@ def cpp_broken(tmp_path, body, before="__global__ void f(float* x, int n) {\n  "
         ("f(p, [&](int k) { return x[k] + y; });", [";", "f(p, [&](int k) { return x[k] - y; });"]),
         ("float m[4] = {a, b};", []),
         ("float m[4][8];", []),
+        ("float m[4][8], n[N - 1];", []),
+        ("m(x[4], y[N - 1]);", [";", "m(x[5], y[N - 1]);", "m(x[4], y[N + 1]);", "m(x[4], y[N - 2]);"]),
+        ("memcpy(m + 1, &n, 16);", [";", "memcpy(m - 1, &n, 16);", "memcpy(m + 2, &n, 16);"]),
         ("const T* m[2];", []),
         ("auto m = static_cast<T<2>>(a);", []),
         ("auto&& m = *a;", []),
@@ -180,7 +183,8 @@ def test_cuda_mutants_are_built_apart_from_what_is_built(tmp_path, monkeypatch, 
     (built / "rows.o").write_text("object")
     monkeypatch.setattr(cuda_build, "BUILT", built)
 
-    def library(replaced):
+    def library(replaced, unchanged):
+        assert unchanged(Path("op_bf16.cu")) and not unchanged(Path("op.cu"))
         loaded.append({name: path.read_text() for name, path in replaced.items()})
         (cuda_build.BUILT / "library.so").write_text("library")
         if not compiles:

@@ -15,7 +15,7 @@ import pytest
 from helpers import nvcc
 from helpers.compiled import FOLDER, REGISTER_MARGIN, read_table, regressions, write_table
 from helpers.cpp_source import included
-from helpers.nvcc import Row, complaints, readable, rows_of, worse
+from helpers.nvcc import Counts, Row, complaints, readable, rows_of, worse
 from helpers.project import ROOT, load_setup, run_python
 
 ROW = Row(
@@ -31,6 +31,11 @@ ROW = Row(
     wide_loads=4,
     stores=3,
     wide_stores=2,
+    hmma=64,
+    ldsm=32,
+    ldgsts=8,
+    mufu=34,
+    issued=650,
 )
 TABLES = sorted(FOLDER.glob("nvcc-*.csv"))
 
@@ -66,20 +71,146 @@ SASS = f"""
         /*0040*/                   BRA 0x40;
 		..........
 """
-COUNTS = {PLAIN: [1, 0, 1, 0], MANGLED: [3, 2, 1, 1]}
+COUNTS = {PLAIN: Counts(1, 0, 1, 0), MANGLED: Counts(3, 2, 1, 1)}
 PARAMETERS = {"op_kernel": ["T", "kVector"]}
 
 
-def test_accesses():
-    assert nvcc.accesses(SASS) == COUNTS
+def test_counts():
+    assert nvcc.counts_of(SASS) == COUNTS
+
+
+def counts_of(*instructions: str) -> Counts:
+    """Of a function of these, the first at 0x00, the second at 0x10 and so on."""
+    lines = [f"        /*{16 * i:04x}*/  {line:>40} ;  /* 0x7fea */\n" for i, line in enumerate(instructions)]
+    return nvcc.counts_of(f"\t\tFunction : f\n{''.join(lines)}\t\t..........\n")["f"]
+
+
+HMMA, LDSM = "HMMA.16816.F32.BF16 R8, R4, R6, R8", "LDSM.16.MT88.4 R4, [R2+0x40]"
+LDGSTS, MUFU = "LDGSTS.E.BYPASS.128 [R5], desc[UR4][R2.64], P1", "MUFU.EX2 R3, R3"
+ADD = "FADD R3, R3, R7"
+
+
+@pytest.mark.parametrize(
+    ("code", "main_loop"),
+    [
+        pytest.param(
+            [ADD, LDSM, f"@P1 {LDGSTS}", f"@!UP0 {MUFU}", HMMA, HMMA, "HFMA2.MMA R3, R4, R4, R3", "@P0 BRA 0x10", HMMA],
+            dict(hmma=2, ldsm=1, ldgsts=1, mufu=1, issued=7),
+            id="one",
+        ),
+        pytest.param([LDSM, HMMA, "@!P0 BRA 0x0", "EXIT"], dict(hmma=1, ldsm=1, issued=3), id="from the start on"),
+        pytest.param([LDSM, HMMA, "BRA.U !UP0, 0x0", "EXIT"], dict(hmma=1, ldsm=1, issued=3), id="uniform"),
+        pytest.param([LDSM, HMMA, "@P0 BRA !P2, 0x0", "EXIT"], dict(hmma=1, ldsm=1, issued=3), id="two predicates"),
+        pytest.param(
+            [ADD, LDGSTS, LDSM, HMMA, "@P0 BRA 0x20", ADD, "@P1 BRA 0x10", "EXIT"],
+            dict(hmma=1, ldsm=1, issued=3),
+            id="the innermost",
+        ),
+        pytest.param(
+            [ADD, LDGSTS, LDSM, HMMA, "@P0 BRA 0x20", HMMA, "@P1 BRA 0x10", "EXIT"],
+            dict(hmma=2, ldsm=1, ldgsts=1, issued=6),
+            id="products around the innermost",
+        ),
+        pytest.param(
+            [ADD, MUFU, "@P0 BRA 0x10", LDSM, HMMA, "@P0 BRA 0x30", MUFU, LDSM, "@P1 BRA 0x60", "EXIT"],
+            dict(hmma=1, ldsm=1, issued=3),
+            id="beside loops without products",
+        ),
+        pytest.param([LDSM, "@P0 BRA 0x30", HMMA, ADD, "EXIT", "BRA 0x50"], {}, id="a branch ahead"),
+        pytest.param([LDSM, HMMA, MUFU, "@P0 BRA 0x20", "EXIT"], {}, id="products in no loop"),
+        pytest.param(
+            [ADD, LDSM, "@P0 BRA 0x40", LDGSTS, HMMA, "@P1 BRA 0x10", "EXIT"],
+            dict(hmma=1, ldsm=1, ldgsts=1, issued=4),
+            id="a branch ahead in it",
+        ),
+        pytest.param(
+            [ADD, HMMA, "@P0 BRA 0x50", LDSM, "BRA 0x80", MUFU, ADD, ADD, HMMA, "@P1 BRA 0x10", "EXIT"],
+            dict(hmma=2, ldsm=1, issued=6),
+            id="the shorter of two ways",
+        ),
+        pytest.param(
+            [ADD, LDSM, "@P0 BRA 0x50", HMMA, "BRA 0x60", HMMA, MUFU, "@P1 BRA 0x10", "EXIT"],
+            dict(hmma=2, ldsm=1, mufu=1, issued=7),
+            id="products in two alternatives",
+        ),
+        pytest.param(
+            [ADD, LDSM, "@P2 BRA 0x10", HMMA, MUFU, "@P1 BRA 0x10", "EXIT"],
+            dict(hmma=1, ldsm=1, mufu=1, issued=5),
+            id="an early way back",
+        ),
+        pytest.param(
+            [ADD, LDSM, HMMA, "@P1 BRA 0x60", MUFU, "EXIT", LDGSTS, "BRA 0x10"],
+            dict(hmma=1, ldsm=1, ldgsts=1, issued=5),
+            id="the end of the function in the midst",
+        ),
+        pytest.param(
+            [ADD, LDSM, HMMA, "@P0 CALL.REL.NOINC 0x50", "BRA 0x10", HMMA, "@P1 BRA 0x0", "EXIT"],
+            dict(hmma=2, ldsm=1, issued=6),
+            id="around one that is left by a call",
+        ),
+        pytest.param(
+            [ADD, LDSM, "CALL.REL.NOINC 0x60", HMMA, "@P0 BRA 0x10", "EXIT", MUFU, "RET.REL.NODEC R4 0x0", "BRA 0x30"],
+            dict(hmma=1, ldsm=1, issued=4),
+            id="a call",
+        ),
+        pytest.param(
+            [ADD, LDSM, "CALL.ABS.NOINC R2", HMMA, "@P0 BRA 0x10", "EXIT"],
+            dict(hmma=1, ldsm=1, issued=4),
+            id="a call of another function",
+        ),
+        pytest.param(
+            [ADD, "BRA 0x40", HMMA, LDSM, "@P0 BRA 0x60", MUFU, HMMA, "@P1 BRA 0x20", "EXIT"],
+            dict(hmma=2, ldsm=1, issued=5),
+            id="entered at its end",
+        ),
+        pytest.param(
+            [ADD, "@P0 BRA 0x80", LDSM, HMMA, "@P1 BRA 0x20", HMMA, ADD, "EXIT", MUFU, "BRA 0x20"],
+            dict(hmma=1, ldsm=1, issued=3),
+            id="back from code apart",
+        ),
+        pytest.param(
+            [ADD, LDSM, "@P0 BRA 0x70", HMMA, "@P1 BRA 0x10", HMMA, "EXIT", MUFU, "BRA 0x30"],
+            dict(hmma=1, ldsm=1, issued=4),
+            id="code apart that belongs to it",
+        ),
+        pytest.param(
+            [ADD, LDSM, "BRA.DIV UR4, 0x70", HMMA, "@P1 BRA 0x10", HMMA, "EXIT", MUFU, "BRA 0x30"],
+            dict(hmma=1, ldsm=1, issued=4),
+            id="the copy for diverged warps",
+        ),
+        pytest.param(
+            [HMMA, LDSM, "BRX R4 -0x40", HMMA, "BRA 0x60", MUFU, LDGSTS, "@P1 BRA 0x10", "EXIT"],
+            dict(hmma=1, ldsm=1, ldgsts=1, issued=6),
+            id="a table of targets",
+        ),
+        pytest.param(
+            ["BRX R4 -0x40", ADD, LDSM, HMMA, "@P1 BRA 0x20", "EXIT", MUFU, "BRA 0x20"],
+            dict(hmma=1, ldsm=1, issued=3),
+            id="behind a table of targets",
+        ),
+        pytest.param(
+            [ADD, LDSM, "BRXU UR4 -0x40", HMMA, "BRA.DIV ~URZ, 0x80", MUFU, "@P1 BRA 0x10", "EXIT", ADD, "BRA 0x50"],
+            dict(hmma=1, ldsm=1, mufu=1, issued=6),
+            id="a table of targets and a copy for diverged warps",
+        ),
+    ],
+)
+def test_the_main_loop(code, main_loop):
+    found = counts_of(*code)
+    assert found._replace(loads=0, wide_loads=0) == Counts(**main_loop)
+
+
+def test_a_branch_without_an_address():
+    with pytest.raises(ValueError, match=r"a branch without an address: BRA `\(\.L_x_1\)"):
+        counts_of(LDSM, HMMA, "@P0 BRA `(.L_x_1)")
 
 
 def test_rows():
     rows, errors = rows_of("op", "90a", LOG, COUNTS, PARAMETERS)
     assert errors == []
     assert rows == [
-        Row("op", "copy_kernel", "90a", 10, 0, 0, 0, 0, 1, 0, 1, 0),
-        Row("op", "op_kernel<T=bf16, kVector=true>", "90a", 40, 8, 12, 16, 2048, 3, 2, 1, 1),
+        Row("op", "copy_kernel", "90a", 10, 0, 0, 0, 0, *COUNTS[PLAIN]),
+        Row("op", "op_kernel<T=bf16, kVector=true>", "90a", 40, 8, 12, 16, 2048, *COUNTS[MANGLED]),
     ]
 
 
@@ -104,7 +235,7 @@ def test_a_function_that_is_not_inlined():
 
 
 def test_the_machine_code_must_have_the_kernels_of_the_log():
-    _, errors = rows_of("op", "90a", LOG, {MANGLED: COUNTS[MANGLED], "_Z5otherv": [0, 0, 0, 0]}, PARAMETERS)
+    _, errors = rows_of("op", "90a", LOG, {MANGLED: COUNTS[MANGLED], "_Z5otherv": Counts()}, PARAMETERS)
     assert errors == ["op.cu, sm_90a: ptxas tells of 2 kernels, the machine code has 2 functions"]
     _, errors = rows_of("op", "90a", "", {}, PARAMETERS)
     assert errors == ["op.cu, sm_90a: ptxas tells of 0 kernels, the machine code has 0 functions"]
@@ -160,6 +291,7 @@ def test_included_files(tmp_path):
 def test_a_sound_row():
     assert complaints(ROW) == []
     assert complaints(ROW._replace(kernel="op_fwd_kernel<T=bf16, kVector=false>", wide_loads=0, wide_stores=0)) == []
+    assert complaints(ROW._replace(hmma=0, ldsm=0, ldgsts=0, mufu=0, issued=0)) == []
 
 
 @pytest.mark.parametrize(
@@ -169,6 +301,8 @@ def test_a_sound_row():
         (dict(stack=8, spill_stores=8, spill_loads=12), "8 bytes of spills stored, 12 loaded"),
         (dict(wide_loads=0), "none of 6 loads has 128 bits"),
         (dict(wide_stores=0), "none of 3 stores has 128 bits"),
+        (dict(ldsm=0), "no LDSM in the main loop, which has 64 HMMA"),
+        (dict(ldgsts=0), "no LDGSTS in the main loop, which has 64 HMMA"),
     ],
 )
 def test_complaints(change, what):
@@ -183,6 +317,10 @@ def test_complaints(change, what):
         (dict(shared=1025), "1025 bytes of shared memory, were 1024"),
         (dict(wide_loads=3), "3 wide loads, were 4"),
         (dict(wide_stores=1), "1 wide stores, were 2"),
+        (dict(ldsm=33), "33 LDSM in the main loop, were 32"),
+        (dict(ldgsts=7), "7 LDGSTS in the main loop, were 8"),
+        (dict(mufu=35), "35 MUFU in the main loop, were 34"),
+        (dict(issued=674), "674 instructions issued in the main loop, were 650"),
         (dict(arch="80"), "one more variant than the table has"),
         (dict(kernel="op_fwd_kernel<T=fp16, kVector=true>"), "one more variant than the table has"),
     ],
@@ -195,6 +333,11 @@ def test_regressions(change, what):
 def test_improvements_are_no_regressions():
     better = ROW._replace(registers=ROW.registers + REGISTER_MARGIN, shared=0, wide_loads=5, loads=99)
     assert regressions([better], [ROW], worse) == []
+    better = ROW._replace(ldsm=31, ldgsts=9, mufu=33, issued=673)
+    assert regressions([better], [ROW], worse) == []
+    for hmma in (63, 65):
+        another_loop = ROW._replace(hmma=hmma, ldsm=99, ldgsts=1, mufu=99, issued=999)
+        assert regressions([another_loop], [ROW], worse) == []
     gone = "op_fwd_kernel<T=bf16, kVector=true>, sm_90a: in the table, but no longer compiled"
     assert regressions([], [ROW], worse) == [gone]
 

@@ -7,7 +7,7 @@ from torch.library import opcheck
 
 from bertfast.backends import BACKENDS
 from bertfast.ops import _library
-from helpers.op_cases import random, seed_tensor
+from helpers.op_cases import backends_for, random, seed_tensor
 from helpers.poison import LAYOUTS
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -20,10 +20,25 @@ def _operators():
     return [name for name in found if not name.endswith("_triton") or _library.triton_unavailable() is None]
 
 
+def _present(op):
+    """Operators of `op` by backend: those that have a kernel for the CPU."""
+    operators = _operators()
+    present = (backend for backend in BACKENDS if f"bertfast::{op}_{backend}" in operators)
+    return {backend: getattr(torch.ops.bertfast, f"{op}_{backend}") for backend in present}
+
+
 def _each(op):
     """Parametrises over the backends that have a kernel of `op` for the CPU; a test without one is skipped."""
-    present = [backend for backend in BACKENDS if f"bertfast::{op}_{backend}" in _operators()]
-    return pytest.mark.parametrize("operator", [getattr(torch.ops.bertfast, f"{op}_{b}") for b in present], ids=present)
+    present = _present(op)
+    return pytest.mark.parametrize("operator", list(present.values()), ids=list(present))
+
+
+def _each_dtype(op):
+    """`_each` of a forward op, with the dtypes that each backend serves."""
+    present = _present(op)
+    served = [pair for pair in backends_for(op.removesuffix("_fwd"), DTYPES) if pair[0] in present]
+    cases = [(present[backend], dtype) for backend, dtype in served]
+    return pytest.mark.parametrize(("operator", "dtype"), cases, ids=[f"{b}-{dtype}" for b, dtype in served])
 
 
 def _forward_arguments(
@@ -230,9 +245,8 @@ def _masks(dtype):
 ATTENTION = [("none", 0.0, "contiguous"), ("bool", 0.3, "transposed"), ("float", 0.3, "contiguous")]
 
 
-@_each("attention_fwd")
+@_each_dtype("attention_fwd")
 @pytest.mark.parametrize(("mask", "dropout_p", "layout"), ATTENTION)
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_attention(operator, dtype, mask, dropout_p, layout):
     inputs, mask = _attention_inputs(dtype, layout), _masks(dtype)[mask]
     seed = seed_tensor() if dropout_p else None
@@ -249,15 +263,14 @@ def test_attention(operator, dtype, mask, dropout_p, layout):
         opcheck(gradient, (dout, *inputs, mask, seed, stats, delta, *settings))
 
 
-@_each("attention_fwd")
-def test_attention_of_nothing(operator):
-    inputs = _attention_inputs(torch.float32, "contiguous", s_q=0)
+@_each_dtype("attention_fwd")
+def test_attention_of_nothing(operator, dtype):
+    inputs = _attention_inputs(dtype, "contiguous", s_q=0)
     opcheck(operator, (*inputs, None, None, 0.0, False, 0.25))
 
 
-@_each("varlen_attention_fwd")
+@_each_dtype("varlen_attention_fwd")
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_varlen_attention(operator, dtype, dropout_p):
     inputs = random(9, 3, 2, 8, dtype=dtype, seed=1, grad=False).unbind(1)
     ends = torch.tensor([0, 4, 4, 9], dtype=torch.int32)
@@ -278,11 +291,11 @@ CHECKED = {
     "embed_layer_norm_bwd": ("triton", "cuda"),
     "qkv_projection_fwd": ("triton",),
     "update_pack": ("triton",),
-    "attention_fwd": ("triton",),
-    "attention_bwd": ("triton",),
-    "attention_mask_bwd": ("triton",),
-    "varlen_attention_fwd": ("triton",),
-    "varlen_attention_bwd": ("triton",),
+    "attention_fwd": ("triton", "cuda"),
+    "attention_bwd": ("triton", "cuda"),
+    "attention_mask_bwd": ("triton", "cuda"),
+    "varlen_attention_fwd": ("triton", "cuda"),
+    "varlen_attention_bwd": ("triton", "cuda"),
 }
 
 

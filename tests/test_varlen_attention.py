@@ -8,7 +8,15 @@ import torch
 
 from bertfast import BackendError, ops, reference
 from helpers import poison
-from helpers.op_cases import ALL_DTYPES, Attention, VarlenAttention, backends_for, random, seed_tensor
+from helpers.op_cases import (
+    ALL_DTYPES,
+    Attention,
+    VarlenAttention,
+    backends_for,
+    each_backend_for,
+    random,
+    seed_tensor,
+)
 from helpers.poison import LAYOUTS, poisoned_memory  # noqa: F401
 from helpers.tolerance import assert_parity, random_cotangents
 
@@ -16,7 +24,7 @@ pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.dtypes_in_
 
 SERVED = backends_for("varlen_attention")
 EVERY = backends_for("varlen_attention", ALL_DTYPES)
-BACKENDS = sorted({backend for backend, _ in SERVED})
+EACH = each_backend_for("varlen_attention")
 
 
 def ends(lengths, dtype=torch.int32):
@@ -78,9 +86,9 @@ def test_no_tokens(backend, dtype, lengths):
 
 
 @pytest.mark.parametrize("heads", [0, 1, 5])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_heads(backend, heads):
-    assert_parity(case([3, 4], [3, 4], heads, 16, torch.float32), backend)
+@pytest.mark.parametrize(("backend", "dtype"), EACH)
+def test_heads(backend, dtype, heads):
+    assert_parity(case([3, 4], [3, 4], heads, 16, dtype), backend)
 
 
 @pytest.mark.parametrize("width", [1, 8, 20, 48, 64, 80, 128, 160, 256])
@@ -109,9 +117,9 @@ def test_views_of_one_packed_projection(backend, dtype):
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.01, -0.5, 1e-50])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_scale(backend, scale):
-    assert_parity(case([4, 5], [4, 5], 2, 16, torch.float32, scale=scale), backend)
+@pytest.mark.parametrize(("backend", "dtype"), EACH)
+def test_scale(backend, dtype, scale):
+    assert_parity(case([4, 5], [4, 5], 2, 16, dtype, scale=scale), backend)
 
 
 @pytest.mark.parametrize(("backend", "dtype"), EVERY)
@@ -130,9 +138,9 @@ def test_equals_padded_attention(backend, dtype):
 
 
 @pytest.mark.parametrize("larger", [0, 3])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_larger_maxima_are_allowed(backend, larger):
-    whole = case([3, 5], [3, 5], 2, 16, torch.float32)
+@pytest.mark.parametrize(("backend", "dtype"), EACH)
+def test_larger_maxima_are_allowed(backend, dtype, larger):
+    whole = case([3, 5], [3, 5], 2, 16, dtype)
     with torch.no_grad():
         out = ops.varlen_attention(**whole.inputs, max_seqlen_q=5 + larger, max_seqlen_k=5 + larger, backend=backend)
         assert torch.equal(out, whole.ours(whole.inputs, backend)["out"])
@@ -147,10 +155,10 @@ def test_dropout_replays_the_mask_of_the_seed(backend, dtype, dropout_p, is_caus
     assert_parity(case(*lengths, 2, 16, dtype, **settings), backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_dropout_is_that_of_attention(backend):
+@pytest.mark.parametrize(("backend", "dtype"), EACH)
+def test_dropout_is_that_of_attention(backend, dtype):
     """One sequence per batch row: the same seed drops the same elements."""
-    whole = case([6, 6], [6, 6], 3, 8, torch.float32, dropout_p=0.4, seed=seed_tensor())
+    whole = case([6, 6], [6, 6], 3, 8, dtype, dropout_p=0.4, seed=seed_tensor())
     inputs = {name: whole.inputs[name].detach().view(2, 6, 3, 8).transpose(1, 2) for name in ("query", "key", "value")}
     padded = Attention({**inputs, "attn_mask": None}, whole.settings)
     with torch.no_grad():
@@ -158,17 +166,16 @@ def test_dropout_is_that_of_attention(backend):
         torch.testing.assert_close(ours, padded.ours(padded.inputs, backend)["out"])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_dropout_follows_manual_seed(backend):
-    whole = case([30, 40], [30, 40], 2, 8, torch.float32, dropout_p=0.5)
+@pytest.mark.parametrize(("backend", "dtype"), EACH)
+def test_dropout_follows_manual_seed(backend, dtype):
+    whole = case([30, 40], [30, 40], 2, 8, dtype, dropout_p=0.5)
     torch.manual_seed(3)
     first, second = (whole.ours(whole.inputs, backend)["out"] for _ in range(2))
     torch.manual_seed(3)
     assert torch.equal(first, whole.ours(whole.inputs, backend)["out"]) and not torch.equal(first, second)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "dtype"), backends_for("varlen_attention", (torch.bfloat16, torch.float16)))
 def test_under_autocast(backend, dtype):
     whole = case([3, 5], [3, 5], 2, 16, torch.float32)
     with torch.autocast("cpu", dtype):
@@ -213,7 +220,12 @@ def _cu(*values):
         ({"max_seqlen_q": None}, TypeError, "max_seqlen_q must be an int, got NoneType"),
         ({"max_seqlen_k": "5"}, TypeError, "max_seqlen_k must be an int, got str"),
         ({"dropout_p": 2.0}, ValueError, "dropout_p must be between 0 and 1"),
-        ({"backend": "cuda"}, BackendError, "cuda: "),
+        ({"backend": "cuda"}, BackendError, "cuda: dtype float32 is not one of bfloat16, float16"),
+        (
+            dict.fromkeys(("query", "key", "value"), torch.ones(8, 2, 129).half()) | {"backend": "cuda"},
+            BackendError,
+            "cuda: head dim is 129, at most 128",
+        ),
     ],
 )
 def test_wrong_arguments(changes, error, message):
@@ -243,9 +255,9 @@ def test_what_stock_is_given_on_a_gpu(monkeypatch):
         assert not serves(views, views, views)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_heads_without_any_dimension(backend):
-    empty, ends = torch.ones(8, 2, 0, requires_grad=True), _cu(0, 3, 8)
+@pytest.mark.parametrize(("backend", "dtype"), EACH)
+def test_heads_without_any_dimension(backend, dtype):
+    empty, ends = torch.ones(8, 2, 0, dtype=dtype, requires_grad=True), _cu(0, 3, 8)
     out = ops.varlen_attention(empty, empty, empty, ends, ends, 5, 5, backend=backend)
     out.sum().backward()
     assert out.shape == empty.grad.shape == (8, 2, 0)

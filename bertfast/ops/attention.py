@@ -18,9 +18,12 @@ from bertfast.dropout import check_probability, dropout_mask, seed_for
 from bertfast.kernels.tiles import MAX_HEAD_DIM
 from bertfast.ops._autocast import to_autocast
 from bertfast.ops._checks import check_device, check_rank, check_required, check_same_dtype, check_tensors
-from bertfast.ops._library import TRITON_DEVICES, define, triton_unavailable
+from bertfast.ops._library import TRITON_DEVICES, cuda_unavailable, define, triton_unavailable
 from bertfast.ops._once import distinct, once
 
+_BACKENDS = ("triton", "cuda")
+# kMaxHeadDim of csrc/cuda/attention.h.
+CUDA_MAX_HEAD_DIM = 128
 ENABLE_GQA = "enable_gqa"
 VALUE_HEAD_DIM = "value head dim unlike the query's"
 
@@ -117,7 +120,7 @@ _FWD = define(
     "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? seed, float dropout_p, bool is_causal,"
     " float scale) -> (Tensor out, Tensor stats)",
     _fwd_fake,
-    ("triton",),
+    _BACKENDS,
     launcher="attention",
 )
 _BWD = define(
@@ -125,7 +128,7 @@ _BWD = define(
     "(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? seed, Tensor out, Tensor stats,"
     " float dropout_p, bool is_causal, float scale) -> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor delta)",
     _bwd_fake,
-    ("triton",),
+    _BACKENDS,
     launcher="attention_bwd",
 )
 _MASK_BWD = define(
@@ -133,7 +136,7 @@ _MASK_BWD = define(
     "(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor attn_mask, Tensor? seed, Tensor stats, Tensor delta,"
     " float dropout_p, bool is_causal, float scale) -> Tensor",
     _mask_bwd_fake,
-    ("triton",),
+    _BACKENDS,
     launcher="attention_mask_bwd",
 )
 
@@ -293,5 +296,18 @@ register(
         max_head_dim=MAX_HEAD_DIM,
         features=frozenset(),
         unavailable=triton_unavailable,
+    )
+)
+register(
+    Capability(
+        "attention",
+        "cuda",
+        functools.partial(_fused, "cuda"),
+        devices=frozenset({"cuda"}),
+        dtypes=HALF,
+        min_compute=(8, 0),
+        max_head_dim=CUDA_MAX_HEAD_DIM,
+        features=frozenset(),
+        unavailable=cuda_unavailable,
     )
 )

@@ -15,9 +15,17 @@ from bertfast.dropout import check_probability, seed_for
 from bertfast.kernels.tiles import MAX_HEAD_DIM
 from bertfast.ops._autocast import to_autocast
 from bertfast.ops._checks import check_device, check_required, check_same_dtype, check_tensors, values_are_checked
-from bertfast.ops._library import TRITON_DEVICES, define, triton_unavailable
+from bertfast.ops._library import TRITON_DEVICES, cuda_unavailable, define, triton_unavailable
 from bertfast.ops._once import distinct, once
-from bertfast.ops.attention import attention_features, check_attention_shapes, default_scale, sdpa
+from bertfast.ops.attention import (
+    CUDA_MAX_HEAD_DIM,
+    attention_features,
+    check_attention_shapes,
+    default_scale,
+    sdpa,
+)
+
+_BACKENDS = ("triton", "cuda")
 
 
 def _per_sequence(query, key, value, ends_q, ends_k, dropout_p, is_causal, scale):
@@ -117,7 +125,7 @@ _FWD = define(
     "(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seed, float dropout_p,"
     " bool is_causal, float scale) -> (Tensor out, Tensor stats)",
     _fwd_fake,
-    ("triton",),
+    _BACKENDS,
     launcher="varlen_attention",
 )
 _BWD = define(
@@ -126,7 +134,7 @@ _BWD = define(
     " Tensor out, Tensor stats, float dropout_p, bool is_causal, float scale)"
     " -> (Tensor dquery, Tensor dkey, Tensor dvalue)",
     _bwd_fake,
-    ("triton",),
+    _BACKENDS,
     launcher="varlen_attention",
 )
 
@@ -284,5 +292,18 @@ register(
         max_head_dim=MAX_HEAD_DIM,
         features=frozenset(),
         unavailable=triton_unavailable,
+    )
+)
+register(
+    Capability(
+        "varlen_attention",
+        "cuda",
+        functools.partial(_fused, "cuda"),
+        devices=frozenset({"cuda"}),
+        dtypes=HALF,
+        min_compute=(8, 0),
+        max_head_dim=CUDA_MAX_HEAD_DIM,
+        features=frozenset(),
+        unavailable=cuda_unavailable,
     )
 )

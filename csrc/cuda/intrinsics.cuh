@@ -106,6 +106,11 @@ template <class T>
 __device__ __forceinline__ T shuffle_down(T value, int delta, uint32_t mask = kFullWarp) {
   return __shfl_down_sync(mask, value, delta);
 }
+// `value`, the same in all lanes, as one that the compiler knows to be: what is decided by it needs no code for the
+// case that lanes part.
+__device__ __forceinline__ int uniform(int value) {
+  return __shfl_sync(kFullWarp, value, 0);
+}
 __device__ __forceinline__ uint32_t ballot(bool predicate, uint32_t mask = kFullWarp) {
   return __ballot_sync(mask, predicate);
 }
@@ -118,6 +123,25 @@ __device__ __forceinline__ float reciprocal(float x) {
   float value;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
   return value;
+}
+
+// 2^x to two units in the last place; 0 where that is below 2^-126, for which exp2f would scale before and after.
+__device__ __forceinline__ float exp2_approximate(float x) {
+  float value;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
+  return value;
+}
+
+// `value`, of which the compiler knows nothing: addresses made from the counter of a loop would else all be kept, and
+// advanced, in registers of their own.
+__device__ __forceinline__ int opaque(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
+// The number of the lowest bit that is set, of one or more.
+__device__ __forceinline__ int lowest_bit(uint32_t bits) {
+  return __ffs(static_cast<int>(bits)) - 1;
 }
 
 // The upper half of the 64-bit product.
@@ -134,6 +158,13 @@ __device__ __forceinline__ void copy_async_16(T* shared, const T* global, bool v
   const auto destination = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(global), "r"(bytes) : "memory");
+}
+// The same of 4 bytes.
+template <class T>
+__device__ __forceinline__ void copy_async_4(T* shared, const T* global, bool valid = true) {
+  const auto destination = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const int bytes = valid ? 4 : 0;
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(destination), "l"(global), "r"(bytes) : "memory");
 }
 // Closes a group of the copies since the last one.
 __device__ __forceinline__ void copy_async_commit() {

@@ -13,6 +13,7 @@
 namespace bertfast {
 
 // Values of bertfast.dropout.STREAMS.
+constexpr uint32_t kStreamAttention = 0;
 constexpr uint32_t kStreamAddLayerNorm = 1;
 constexpr uint32_t kStreamFeedForward = 2;
 constexpr uint32_t kStreamEmbedLayerNorm = 3;
@@ -39,7 +40,8 @@ struct Dropout {
   uint32_t last_dropped;       // the largest word that drops: p = 1 has no threshold of 32 bits
   float scale;
 
-  __host__ explicit Dropout(const DropoutArgs& args) : seed(nullptr), last_dropped(0), scale(1) {
+  // Where nothing is dropped, `apply` would drop everything: who forgets to ask is noticed.
+  __host__ explicit Dropout(const DropoutArgs& args) : seed(nullptr), last_dropped(UINT32_MAX), scale(1) {
     const double count = std::floor(args.p * 0x1.0p+32);
     if (args.seed == nullptr || count == 0) return;
     seed = args.seed;
@@ -47,7 +49,7 @@ struct Dropout {
     scale = args.p < 1 ? static_cast<float>(1 / (1 - args.p)) : 0.0f;
   }
 
-  __device__ __forceinline__ explicit operator bool() const { return seed != nullptr; }
+  __host__ __device__ __forceinline__ explicit operator bool() const { return seed != nullptr; }
 
   struct Key {
     uint32_t low, high;
@@ -61,6 +63,16 @@ struct Dropout {
     return {static_cast<uint32_t>(value), static_cast<uint32_t>(value >> 32)};
   }
 
+  // The words of elements 4 `quad` to 4 `quad` + 3 of a row.
+  __device__ __forceinline__ void draw(const Key& key, uint32_t quad, uint32_t row_low, uint32_t row_high,
+                                       uint32_t (&words)[4]) const {
+    words[0] = quad;
+    words[1] = row_low;
+    words[2] = row_high;
+    words[3] = kStream;
+    philox(words, key.low, key.high);
+  }
+
   // Drops of a row's values those of columns `column` to column + N - 1, column a multiple of 4. What is dropped
   // becomes 0 whatever it was, NaN included.
   template <int N>
@@ -68,9 +80,9 @@ struct Dropout {
     static_assert(N % 4 == 0, "a counter gives four words");
 #pragma unroll
     for (int i = 0; i < N; i += 4) {
-      uint32_t words[4] = {static_cast<uint32_t>((column + i) / 4), static_cast<uint32_t>(row),
-                           static_cast<uint32_t>(static_cast<uint64_t>(row) >> 32), kStream};
-      philox(words, key.low, key.high);
+      uint32_t words[4];
+      draw(key, static_cast<uint32_t>((column + i) / 4), static_cast<uint32_t>(row),
+           static_cast<uint32_t>(static_cast<uint64_t>(row) >> 32), words);
 #pragma unroll
       for (int k = 0; k < 4; ++k) values[i + k] = words[k] > last_dropped ? values[i + k] * scale : 0.0f;
     }

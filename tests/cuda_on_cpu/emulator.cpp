@@ -33,7 +33,7 @@ struct Settings {
 } settings;
 
 struct Counters {
-  int64_t launches, blocks, threads, requests, conflicts, wide_accesses, other_accesses;
+  int64_t launches, blocks, threads, requests, conflicts, wide_accesses, other_accesses, products;
 } last_launch, total;
 
 std::mutex one_launch;
@@ -174,6 +174,7 @@ void begin_launch(const char* kernel, const Grid& grid) {
   failure.clear();
   last_launch = {1};
   bank_counters = {};
+  products = 0;
   global_log = {};
   threadIdx = {0, 0, 0};
   blockIdx = {0, 0, 0};
@@ -248,6 +249,7 @@ void run(const char* kernel, const Grid& grid, void (*thread_body)(const void*),
   last_launch.conflicts = bank_counters.conflicts;
   last_launch.wide_accesses = global_log.wide;
   last_launch.other_accesses = global_log.other;
+  last_launch.products = products;
   total.launches += 1;
   total.blocks += last_launch.blocks;
   total.threads += last_launch.threads;
@@ -255,6 +257,7 @@ void run(const char* kernel, const Grid& grid, void (*thread_body)(const void*),
   total.conflicts += last_launch.conflicts;
   total.wide_accesses += last_launch.wide_accesses;
   total.other_accesses += last_launch.other_accesses;
+  total.products += last_launch.products;
   if (!failure.empty()) throw std::runtime_error(failure);
 }
 
@@ -283,7 +286,7 @@ BERTFAST_SETTING void bertfast_know_tensor(const void* address, int64_t bytes) {
   bertfast::emulator::know_tensor(address, bytes);
 }
 // Of all launches and of the last, as `Counters` has them.
-BERTFAST_SETTING void bertfast_counters(int64_t (&all)[7], int64_t (&last)[7]) {
+BERTFAST_SETTING void bertfast_counters(int64_t (&all)[8], int64_t (&last)[8]) {
   static_assert(sizeof(bertfast::emulator::Counters) == sizeof all, "a number for each");
   std::memcpy(all, &bertfast::emulator::total, sizeof all);
   std::memcpy(last, &bertfast::emulator::last_launch, sizeof last);

@@ -7,6 +7,7 @@
 #include <driver_types.h>
 #include <vector_types.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -32,6 +33,10 @@ extern dim3 blockDim, gridDim;
 
 namespace bertfast {
 
+// Known to nvcc without a header.
+using std::max;
+using std::min;
+
 inline uint4 load_16(const Global<const uint4>& address) {
   const uintptr_t checked = address.checked(16, 16, emulator::Access::kRead);
   emulator::global_log.note_read_only(address.extent());
@@ -46,6 +51,18 @@ inline void store_16(const Shared<uint4>& address, uint4 value) {
 
 inline float reciprocal(float x) {
   return 1.0f / x;
+}
+
+inline float exp2_approximate(float x) {
+  return x < -126.0f ? 0.0f : std::exp2(x);
+}
+
+inline int opaque(int value) {
+  return value;
+}
+
+inline int lowest_bit(uint32_t bits) {
+  return __builtin_ctz(bits);
 }
 
 inline uint32_t multiply_high(uint32_t a, uint32_t b) {

@@ -4,6 +4,9 @@
 #include <vector>
 
 namespace bertfast::emulator {
+
+int64_t products = 0;
+
 namespace {
 
 struct Load {
@@ -66,6 +69,7 @@ struct Product {
 
 template <bool kHalf>
 void complete_product(void* (&lanes)[kWarpSize], uint32_t) {
+  ++products;
   float a[16][16], b[16][8], c[16][8];
   for (int lane = 0; lane < kWarpSize; ++lane) {
     const Product& own = *static_cast<Product*>(lanes[lane]);

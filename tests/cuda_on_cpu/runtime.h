@@ -35,6 +35,7 @@ std::string to_string(const Location& location);
 struct AsyncCopy {
   void* to;
   const void* from;  // null: zeros
+  size_t bytes;
   int group;
 };
 
@@ -88,6 +89,7 @@ struct Block {
 };
 
 extern Block block;
+extern int64_t products;  // of 16 x 8 x 16, in this launch
 // Null on the host: also on threads of it that are not the one that runs a launch. Not thread_local, which asks at each
 // access whether it was initialised.
 extern __thread Thread* current __attribute__((tls_model("initial-exec")));

@@ -78,6 +78,14 @@ T shuffle_down(T value, int delta, uint32_t mask = kFullWarp, BERTFAST_HERE) {
   const int source = lane() + delta < kWarpSize ? lane() + delta : lane();
   return emulator::exchange("shuffle_down", mask, value, source, {file, line});
 }
+inline int uniform(int value, BERTFAST_HERE) {
+  const int first = emulator::exchange("uniform", kFullWarp, value, 0, {file, line});
+  if (value != first) {
+    emulator::fail("uniform (" + emulator::to_string({file, line}) + ") is given " + std::to_string(value) +
+                   ", but by lane 0 " + std::to_string(first));
+  }
+  return value;
+}
 inline uint32_t ballot(bool predicate, uint32_t mask = kFullWarp, BERTFAST_HERE) {
   return emulator::vote(mask, predicate, {file, line});
 }

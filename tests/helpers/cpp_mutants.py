@@ -60,7 +60,8 @@ def prepare() -> None:
 
 
 def install(mutant: Mutant, folder: Path) -> None:
-    """Has this process use a mutant, built in `folder` from what is built already and what the mutant changes.
+    """Has this process use a mutant, built in `folder` from what is built already and what the mutant changes. Where
+    units of fp16 and bf16 are two of one source, that of bf16 stays as it is: half of the time.
 
     Raises:
         DoesNotCompile: it does not.
@@ -74,7 +75,7 @@ def install(mutant: Mutant, folder: Path) -> None:
         os.link(made, built / made.name)
     cuda_build.BUILT = built
     try:
-        cuda_on_cpu.library({mutant.path.name: changed})
+        cuda_on_cpu.library({mutant.path.name: changed}, lambda source: source.stem.endswith("_bf16"))
     except cuda_build.CannotBuild as error:
         raise DoesNotCompile(mutant.name) from error
 
@@ -110,7 +111,15 @@ def _left_alone(source: Source, i: int) -> int | None:
     is_size = token == "(" and (before in SIZES or (before == "constexpr" and source.tokens[i - 2] == "if"))
     if (token == "<" and i in source.partner) or is_declared or is_size:
         return source.partner[i] + 1
+    # A byte more or less of memory next to what is copied, which nothing here sees.
+    if source.kinds[i] == "number" and source.tokens[i + 1] == ")" and _is_count_of_memcpy(source, i):
+        return i + 1
     return None
+
+
+def _is_count_of_memcpy(source: Source, i: int) -> bool:
+    opening = source.partner.get(i + 1)
+    return opening is not None and source.tokens[opening - 1] == "memcpy" and source.tokens[i - 1] == ","
 
 
 def _is_declared(source: Source, i: int) -> bool:
@@ -118,6 +127,8 @@ def _is_declared(source: Source, i: int) -> bool:
     while source.tokens[i - 1] == "]":
         i = source.partner[i - 1]
     before = source.tokens[i - 2]
+    if before == "," and source.tokens[i - 3] == "]":
+        return _is_declared(source, source.partner[i - 3])
     is_name = source.kinds[i - 2] == "word" and before not in NOT_CALLED
     is_type = is_name or (before in (">", "*") and source.space_after(i - 2) and not source.space_before(i - 2))
     return source.kinds[i - 1] == "word" and is_type

@@ -42,6 +42,14 @@ def backends_for(
     ]
 
 
+def each_backend_for(op: str) -> list[tuple[str, torch.dtype]]:
+    """The backends of `backends_for`, each in the first dtype that it serves, for tests that need only one."""
+    first: dict[str, torch.dtype] = {}
+    for backend, dtype in backends_for(op):
+        first.setdefault(backend, dtype)
+    return list(first.items())
+
+
 def random(*shape: int, dtype: torch.dtype, seed: int, grad: bool = True, scale: float = 1.0, shift: float = 0.0):
     """Normal numbers, the same whatever was drawn before."""
     generator = torch.Generator().manual_seed(seed)

@@ -1,7 +1,10 @@
-"""Which private ops ran."""
+"""Which private ops ran, and how much memory a call takes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -16,3 +19,10 @@ class Recorder(TorchDispatchMode):
         if func.namespace == "bertfast":
             self.names.append(func._opname)
         return func(*args, **(kwargs or {}))
+
+
+def allocated(function: Callable[[], object]) -> int:
+    """Bytes that a call allocates in all."""
+    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        function()
+    return sum(event.self_cpu_memory_usage for event in profile.events() if event.self_cpu_memory_usage > 0)

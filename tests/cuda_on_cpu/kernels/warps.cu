@@ -33,6 +33,10 @@ __global__ void masks_differ(Global<const float> in, Global<float> out, uint32_t
   out[lane()] = shuffle(in[lane()], 5, lane() < 16 ? mask : kFullWarp);
 }
 
+__global__ void uniform_of(Global<const float> in, Global<float> out) {
+  out[threadIdx.x] = static_cast<float>(uniform(static_cast<int>(in[threadIdx.x])));
+}
+
 __global__ void operations_differ(Global<float> out) {
   if (lane() < 16) {
     out[lane()] = static_cast<float>(shuffle(lane(), 5));
@@ -58,5 +62,6 @@ MASKED(some_lanes)
 MASKED(everybody)
 MASKED(first_lane_exits)
 MASKED(masks_differ)
+BERTFAST_CASE(uniform_of, uniform_of, c.array<float>(0), c.array<float>(1))
 BERTFAST_CASE(operations_differ, operations_differ, c.array<float>(0))
 BERTFAST_CASE(warps_wait_crosswise, warps_wait_crosswise, c.array<float>(0))

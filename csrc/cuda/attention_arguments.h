@@ -1,0 +1,125 @@
+// What the ops of attention check and hand to its launchers, padded (B, H, S, D) and packed (T, H, D) alike.
+#pragma once
+
+#include <climits>
+#include <cstdint>
+#include <optional>
+
+#include "arguments.h"
+#include "attention.h"
+
+namespace bertfast {
+
+// The dimension of positions: of (B, H, S, D), or of packed (T, H, D).
+inline int64_t position_dim(const Tensor& heads) {
+  return heads.dim() == 4 ? 2 : 0;
+}
+// How many rows of scores there are: B H S_q, or packed H T_q.
+inline int64_t score_rows(const Tensor& query) {
+  return rows_of(sizes_of(query));
+}
+
+inline void check_count(const char* name, const char* what, int64_t count) {
+  STD_TORCH_CHECK(count <= INT_MAX, name, ": expected at most ", INT_MAX, " ", what, ", got ", count);
+}
+
+// Whether `tensor` has the shape of `query` but for its number of positions.
+inline bool fits_query(const Tensor& tensor, const Tensor& query) {
+  if (tensor.dim() != query.dim()) return false;
+  for (int64_t i = 0; i < query.dim(); ++i) {
+    if (i != position_dim(query) && tensor.size(i) != query.size(i)) return false;
+  }
+  return true;
+}
+
+// Query, key and value, with 4 dimensions or packed with 3.
+inline void check_heads(const Tensor& query, const Tensor& key, const Tensor& value, int64_t dim) {
+  const ScalarType dtype = query.scalar_type();
+  STD_TORCH_CHECK(dtype == ScalarType::BFloat16 || dtype == ScalarType::Half,
+                  "query: expected bfloat16 or float16, got ", torch::headeronly::toString(dtype));
+  STD_TORCH_CHECK(query.dim() == dim, "query: expected shape ", dim == 4 ? "(B, H, S, D)" : "(T, H, D)", ", got ",
+                  shape_of(query));
+  const int64_t head_dim = query.size(dim - 1);
+  STD_TORCH_CHECK(head_dim <= kMaxHeadDim, "head dim: expected at most ", kMaxHeadDim, ", got ", head_dim);
+  check_same_dtype("key", key, "query", query);
+  STD_TORCH_CHECK(fits_query(key, query), "key: expected the shape of query, ", shape_of(query),
+                  ", but for the number of keys, got ", shape_of(key));
+  check_same_dtype("value", value, "query", query);
+  check_same_shape("value", value, "key", key);
+  check_count("query", "heads of all sequences", dim == 4 ? query.size(0) * query.size(1) : query.size(1));
+  check_count("query", "positions", query.size(position_dim(query)));
+  check_count("key", "positions", key.size(position_dim(key)));
+}
+
+// Each row's maximum and the logarithm of its sum.
+inline void check_stats(const Tensor& stats, const Tensor& query) {
+  STD_TORCH_CHECK(stats.scalar_type() == ScalarType::Float, "stats: expected float32, got ",
+                  torch::headeronly::toString(stats.scalar_type()));
+  STD_TORCH_CHECK(stats.numel() == 2 * score_rows(query), "stats: expected two values per row, ", 2 * score_rows(query),
+                  ", got shape ", shape_of(stats));
+}
+
+// What the forward pass left, and the gradient of its output.
+inline void check_saved(const Tensor& dout, const Tensor& out, const Tensor& stats, const Tensor& query) {
+  check_gradient("dout", dout, "query", query);
+  check_gradient("out", out, "query", query);
+  check_stats(stats, query);
+}
+
+// `heads` with unit stride in its last dimension, copied only where it has another.
+inline Tensor unit_rows(const Tensor& heads) {
+  const int64_t last = heads.dim() - 1;
+  return heads.stride(last) == 1 || heads.size(last) <= 1 ? heads : torch::stable::contiguous(heads);
+}
+
+template <class A>
+HeadsOf<A> heads_of(A array, const Tensor& heads) {
+  const bool packed = heads.dim() == 3;
+  return {array, packed ? 0 : heads.stride(0), heads.stride(1), heads.stride(position_dim(heads))};
+}
+// With unit rows.
+inline ConstHeads heads_of(const Tensor& heads) {
+  return heads_of(array_of(heads), heads);
+}
+inline Heads mutable_heads_of(const Tensor& heads) {
+  return heads_of(mutable_array_of(heads), heads);
+}
+
+// All but the mask, or the sequences' ends, of tensors with unit rows.
+inline AttentionArgs arguments_of(const Tensor& query, const Tensor& key, const Tensor& value,
+                                  const std::optional<Tensor>& seed, double dropout_p, bool is_causal, double scale) {
+  AttentionArgs args{};
+  args.query = heads_of(query);
+  args.key = heads_of(key);
+  args.value = heads_of(value);
+  args.batch = query.dim() == 4 ? static_cast<int>(query.size(0)) : 1;
+  args.heads = static_cast<int>(query.size(1));
+  args.head_dim = static_cast<int>(query.size(query.dim() - 1));
+  args.length_q = static_cast<int>(query.size(position_dim(query)));
+  args.length_k = static_cast<int>(key.size(position_dim(key)));
+  args.is_causal = is_causal;
+  args.scale = static_cast<float>(scale);
+  args.dropout = dropout_of(seed, dropout_p);
+  return args;
+}
+
+inline AttentionFwdArgs forward_of(const AttentionArgs& inputs, const Tensor& out, const Tensor& stats) {
+  return {inputs, mutable_heads_of(out), mutable_data<float>(stats)};
+}
+
+inline AttentionBwdArgs backward_of(const AttentionArgs& inputs, const Tensor& dout, const Tensor& out,
+                                    const Tensor& stats, const Tensor& dquery, const Tensor& dkey, const Tensor& dvalue,
+                                    const Tensor& delta) {
+  AttentionBwdArgs args{};
+  args.inputs = inputs;
+  args.out = heads_of(out);
+  args.dout = heads_of(dout);
+  args.stats = data<float>(stats);
+  args.dquery = mutable_heads_of(dquery);
+  args.dkey = mutable_heads_of(dkey);
+  args.dvalue = mutable_heads_of(dvalue);
+  args.delta = mutable_data<float>(delta);
+  return args;
+}
+
+}  // namespace bertfast
