@@ -76,7 +76,8 @@ def test_many_blocks(name, head_dim):
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("name", ["long", "keys masked", "packed"])
 def test_no_bank_conflicts(name, head_dim):
-    """In copies to shared memory, in fragments read from it, in statistics, and on the way out."""
+    """In copies to shared memory, in fragments read from it, in statistics, and on the way out. Masks by pair, whose
+    numbers are stored and read one by one here, have some."""
     _, forward, backward = results_of(CASES[name](head_dim))
     assert forward.conflicts == backward.conflicts == 0 < min(forward.requests, backward.requests)
 
@@ -224,8 +225,9 @@ def test_memory_grows_with_the_length(dropout_p, biased):
     train(64)()
     short, long = (allocated(train(length)) for length in (64, 256))
     assert 0 < long < 4.2 * short
-    # q, k, v, out, their gradients and the cotangent's copy, and three rows of statistics.
-    assert long <= 256 * 2 * (9 * 16 * 2 + 4 * 4)
+    # out, its cotangent, three gradients and their copies in the order of the leaves; three rows of statistics; and the
+    # mask's gradient.
+    assert long <= 256 * 2 * (8 * 16 * 2 + 3 * 4) + 256 * 2 * biased
 
 
 def test_inputs_are_taken_as_they_lie():
@@ -241,7 +243,7 @@ def test_inputs_are_taken_as_they_lie():
     assert allocated(lambda: OPS.attention_bwd_cuda(*backward)) == 3 * heads + row
 
 
-def packed(ends, *, head_dim=16, dtype=torch.float16):
+def packed_inputs(ends, *, head_dim=16, dtype=torch.float16):
     views = random(33, 3, 2, head_dim, dtype=dtype, seed=1, grad=False).unbind(1)
     return *views, ends, ends
 
@@ -250,7 +252,7 @@ def packed(ends, *, head_dim=16, dtype=torch.float16):
 @pytest.mark.parametrize("ends", [[5, 3, 40], [-7, 10, 99], [0, 99, 20], [0, 0, 0], [33, 33, 33]])
 def test_wrong_ends_stay_inside_the_tensor(ends, index):
     """Where nobody has looked at them, as in a CUDA graph. The emulator holds reads and writes to their memory."""
-    inputs = packed(torch.tensor(ends, dtype=index))
+    inputs = packed_inputs(torch.tensor(ends, dtype=index))
     out, stats = OPS.varlen_attention_fwd_cuda(*inputs, None, 0.0, False, 0.25)
     dout = torch.ones_like(out)
     OPS.varlen_attention_bwd_cuda(dout, *inputs, None, out, stats, 0.0, False, 0.25)
@@ -259,7 +261,7 @@ def test_wrong_ends_stay_inside_the_tensor(ends, index):
 @pytest.mark.parametrize("values", [0, 1])
 def test_no_sequence_for_tokens_there_are(values):
     """As on a GPU, where the public function looks at no values."""
-    inputs = packed(torch.zeros(values, dtype=torch.int32))
+    inputs = packed_inputs(torch.zeros(values, dtype=torch.int32))
     message = f"cu_seqlens_q must hold the ends of a sequence or more, got {values} values"
     with pytest.raises(RuntimeError, match=message):
         OPS.varlen_attention_fwd_cuda(*inputs, None, 0.0, False, 0.25)
@@ -269,21 +271,21 @@ def test_no_sequence_for_tokens_there_are(values):
 
 
 # Of inputs that fit: (2, 3, 5, 8) queries, (2, 3, 7, 8) keys and values; packed, 10 and 14 tokens.
-def _padded():
+def padded_arguments():
     query, key, value = (torch.ones(2, 3, length, 8, dtype=torch.float16) for length in (5, 7, 7))
     mask = torch.ones(5, 7, dtype=torch.float16)
     saved = {"out": query.clone(), "stats": torch.zeros(2, 2, 3, 5), "delta": torch.zeros(2, 3, 5)}
     return {"dout": query.clone(), "query": query, "key": key, "value": value, "attn_mask": mask, "seed": None, **saved}
 
 
-def _packed():
+def packed_arguments():
     query, key, value = (torch.ones(tokens, 3, 8, dtype=torch.float16) for tokens in (10, 14, 14))
     ends = {"cu_seqlens_q": torch.tensor([0, 4, 10]), "cu_seqlens_k": torch.tensor([0, 7, 14])}
     saved = {"out": query.clone(), "stats": torch.zeros(2, 3, 10)}
     return {"dout": query.clone(), "query": query, "key": key, "value": value, **ends, "seed": None, **saved}
 
 
-def _refused(name, arguments, changes, message):
+def assert_refused(name, arguments, changes, message):
     """`changes` to what `name` takes of `arguments` are an error."""
     operator = getattr(OPS, name).default
     settings = {"dropout_p": 0.0, "is_causal": False, "scale": 0.25}
@@ -326,11 +328,11 @@ OF_HEADS = [
     ({"dropout_p": 1.1, "seed": torch.zeros(1).long()}, r"dropout_p: expected a probability in \[0, 1\], got 1.1"),
     (
         {**long_heads(1, 1, 2**31, 8), "attn_mask": half(1, 1)},
-        "query: expected at most 2147483647 positions, got 2147483648",
+        "query: expected at most 2147483520 positions, got 2147483648",
     ),
     (
         {**long_heads(2**16, 2**15, 1, 8), "attn_mask": half(1, 1)},
-        "query: expected at most 2147483647 heads of all sequences, got 2147483648",
+        "query: expected at most 2147483520 heads of all sequences, got 2147483648",
     ),
 ]
 OF_BACKWARD = [
@@ -344,13 +346,13 @@ OF_BACKWARD = [
 @pytest.mark.parametrize(("changes", "message"), OF_HEADS)
 @pytest.mark.parametrize("name", ["attention_fwd_cuda", "attention_bwd_cuda", "attention_mask_bwd_cuda"])
 def test_wrong_arguments(name, changes, message):
-    _refused(name, _padded(), changes, message)
+    assert_refused(name, padded_arguments(), changes, message)
 
 
 @pytest.mark.parametrize(("changes", "message"), OF_BACKWARD)
 @pytest.mark.parametrize("name", ["attention_bwd_cuda", "attention_mask_bwd_cuda"])
 def test_wrong_arguments_of_backward_passes(name, changes, message):
-    _refused(name, _padded(), changes, message)
+    assert_refused(name, padded_arguments(), changes, message)
 
 
 @pytest.mark.parametrize(
@@ -367,7 +369,7 @@ def test_wrong_arguments_of_backward_passes(name, changes, message):
     ],
 )
 def test_wrong_arguments_of_one_backward_pass(name, changes, message):
-    _refused(name, _padded(), changes, message)
+    assert_refused(name, padded_arguments(), changes, message)
 
 
 @pytest.mark.parametrize(
@@ -386,21 +388,21 @@ def test_wrong_arguments_of_one_backward_pass(name, changes, message):
         ),
         (
             dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.zeros(1, dtype=torch.int32).expand(2**31)),
-            "cu_seqlens_q: expected at most 2147483647 ends, got 2147483648",
+            "cu_seqlens_q: expected at most 2147483520 ends, got 2147483648",
         ),
     ],
 )
 @pytest.mark.parametrize("name", ["varlen_attention_fwd_cuda", "varlen_attention_bwd_cuda"])
 def test_wrong_arguments_of_packed_attention(name, changes, message):
-    _refused(name, _packed(), changes, message)
+    assert_refused(name, packed_arguments(), changes, message)
 
 
 def test_the_widest_head():
     """The declaration is what the kernels have."""
     ends = torch.tensor([0, 33])
-    out, _ = OPS.varlen_attention_fwd_cuda(*packed(ends, head_dim=CUDA_MAX_HEAD_DIM), None, 0.0, False, 0.25)
+    out, _ = OPS.varlen_attention_fwd_cuda(*packed_inputs(ends, head_dim=CUDA_MAX_HEAD_DIM), None, 0.0, False, 0.25)
     assert out.isfinite().all()
-    wider = packed(ends, head_dim=CUDA_MAX_HEAD_DIM + 1)
+    wider = packed_inputs(ends, head_dim=CUDA_MAX_HEAD_DIM + 1)
     message = f"head dim: expected at most {CUDA_MAX_HEAD_DIM}, got {CUDA_MAX_HEAD_DIM + 1}"
     with pytest.raises(RuntimeError, match=message):
         OPS.varlen_attention_fwd_cuda(*wider, None, 0.0, False, 0.25)

@@ -57,10 +57,10 @@ inline void check_width(int64_t width) {
   STD_TORCH_CHECK(width <= kMaxWidth, "width: expected at most ", kMaxWidth, ", got ", width);
 }
 
-// A gradient of a tensor.
-inline void check_gradient(const char* name, const Tensor& gradient, const char* of_name, const Tensor& of) {
-  check_same_shape(name, gradient, of_name, of);
-  check_same_dtype(name, gradient, of_name, of);
+// Of the shape and dtype of another, as gradients are.
+inline void check_like(const char* name, const Tensor& tensor, const char* other_name, const Tensor& other) {
+  check_same_shape(name, tensor, other_name, other);
+  check_same_dtype(name, tensor, other_name, other);
 }
 
 // Without a seed nothing is dropped.

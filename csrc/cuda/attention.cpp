@@ -118,7 +118,7 @@ Tensor attention_mask_bwd(Tensor dout, Tensor query, Tensor key, Tensor value, T
   check_heads(query, key, value, 4);
   check_float("attn_mask", attn_mask);
   check_mask(attn_mask, score_sizes(query, key));
-  check_gradient("dout", dout, "query", query);
+  check_like("dout", dout, "query", query);
   check_stats(stats, query);
   check_statistics("delta", delta, score_rows(query));
   const OnDevice on(query);

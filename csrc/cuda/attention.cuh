@@ -9,16 +9,18 @@
 // The last block of keys comes first: it alone meets the end of the sequence, and rescales nothing. A sequence of at
 // most one block is done with it, in one pass.
 //
-// FLOPs: 4 S_q S_k D a head. Bytes, 2 an element: (2 S_q + 2 S_k) D 2 a head, the floor, and 8 S_q.
+// FLOPs: 4 S_q S_k D a head. Bytes, 2 an element: (2 S_q + 2 S_k) D 2 a head, the floor, and 8 S_q for m and ln(l).
 //
-// What a warp of 16 rows does with a block of 64 keys of 64 numbers, in clocks of a multiprocessor of 8.0: 64 products
-// of 16 x 8 x 16, 128 clocks at 1,024 FMA a clock; 16 KiB of keys and values read as fragments, 128 at 128 bytes a
-// clock; 1,024 exponentials, 64 at 16. So long sequences have two rows of products a warp, which share the fragments
-// read: 64 clocks a row. Queries and p stay in registers, p as the left factor of the second product.
+// What a warp of 16 rows does with a block of 64 keys and a head dim of 64, in clocks of a multiprocessor of 8.0: 64
+// products of 16 x 8 x 16, 128 clocks at 1,024 FMA a clock; 16 KiB of keys and values read as fragments, 128 at 128
+// bytes a clock; 1,024 exponentials, 64 at 16. So for long sequences a warp has two rows of products, where registers
+// suffice, which share the fragments read: 64 clocks a row. Queries and p stay in registers, p as the left factor of
+// the second product.
 //
-// On 9.0 and 10.0 mma.sync is the old way to the tensor cores: of 4,096 FMA a clock that wgmma reaches on 9.0, mma.sync
-// has about 5 of 8 (published microbenchmarks), and fragments take their way through registers, so that more than half
-// of the peak is not to be expected of this kernel; Triton's use wgmma and tcgen05.
+// On 9.0 and 10.0 mma.sync is the old way to the tensor cores: of the 2,048 FMA a clock that wgmma reaches on 9.0, it
+// has about 5 of 8 (Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture", 2024), and fragments
+// take their way through registers, so that more than half of the peak is not to be expected of this kernel; Triton's
+// use wgmma and tcgen05.
 #pragma once
 
 #include "attention_inputs.cuh"
@@ -31,16 +33,17 @@ namespace bertfast {
 
 struct AttentionTile {
   int warps;
-  int rows;  // of 16 x 8 products, for each warp
-  int keys;  // a step
+  int rows;  // of 16 x 8 products, of each warp
+  int keys;  // of each step
 };
 
-// Registers hold, for each row of products, head_dim / 2 sums, keys / 2 scores and head_dim / 4 packed queries: 128 of
-// 255 with two rows, 32 keys and a head dim of 64, or one row, 64 keys and 128; 64 keys for two rows spilled. What
-// dropout and masks by pair need beside that, two rows leave no room for. Shared memory holds queries and two stages of
-// keys and values, 2 bytes each: 96 KiB of 99 for 128 queries and a head dim of 128, 32 for 64, which two blocks fit
-// in. Short tiles have 64 queries a block, so that all warps of short sequences have some, and room for masks by pair,
-// whose time goes into the S_q S_k numbers of the mask.
+// A thread's registers hold, for each row of products, head_dim / 2 sums, keys / 2 scores and head_dim / 4 packed
+// queries: 128 of 255 with two rows, 32 keys and a head dim of 64, or with one row, 64 keys and 128; 64 keys for two
+// rows spilled. Two rows leave no room for what dropout and masks by pair need beside that, and above a head dim of 64
+// neither do 64 keys for dropout. Shared memory holds queries and two stages of keys and values, 2 bytes a number: 96
+// KiB of 99 for 128 queries and a head dim of 128; 32 for blocks of four warps and a head dim of 64, or 40 for short
+// sequences, so that two fit on a multiprocessor. Short tiles have 64 queries a block, so that all warps of short
+// sequences have some, and room for masks by pair, whose time goes into the S_q S_k numbers of the mask.
 constexpr AttentionTile attention_fwd_tile(int head_dim, bool is_long, bool has_dropout) {
   const int keys = head_dim > 64 && has_dropout ? 32 : 64;
   if (!is_long) return {4, 1, keys};

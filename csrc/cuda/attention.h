@@ -9,7 +9,7 @@
 
 namespace bertfast {
 
-// Of one head.
+// The widest head that kernels serve.
 constexpr int kMaxHeadDim = 128;
 
 // (B, H, S, D) by strides in elements, D of them 1 apart; packed (T, H, D), where stride_batch is 0.
@@ -34,7 +34,7 @@ struct EndsArray {
   bool is_long = false;
 };
 
-// What every kernel reads first. Packed, `ends_q` is not null, and there is no mask.
+// What all kernels are given. Packed, `ends_q` is not null, and there is no mask.
 struct AttentionArgs {
   ConstHeads query, key, value;
   MaskArray mask;
@@ -46,10 +46,6 @@ struct AttentionArgs {
   float scale;  // of the scores, in natural units, as it was given
   DropoutArgs dropout;
 };
-
-inline bool is_half(const AttentionArgs& args) {
-  return args.query.array.dtype == Dtype::kHalf;
-}
 
 struct AttentionFwdArgs {
   AttentionArgs inputs;
@@ -76,20 +72,23 @@ struct AttentionMaskBwdArgs {
 // Kernels of one element type are compiled in a unit of their own, side by side with the others.
 void launch_attention_fwd_fp16(const AttentionFwdArgs& args, cudaStream_t stream);
 void launch_attention_fwd_bf16(const AttentionFwdArgs& args, cudaStream_t stream);
-// dquery and delta, then dkey and dvalue, which need delta. A half whose outputs are null is left out.
+// dquery and delta, then dkey and dvalue, which need delta. The kernel of outputs that are null is left out.
 void launch_attention_bwd_fp16(const AttentionBwdArgs& args, cudaStream_t stream);
 void launch_attention_bwd_bf16(const AttentionBwdArgs& args, cudaStream_t stream);
 void launch_attention_mask_bwd_fp16(const AttentionMaskBwdArgs& args, cudaStream_t stream);
 void launch_attention_mask_bwd_bf16(const AttentionMaskBwdArgs& args, cudaStream_t stream);
 
+inline bool is_fp16(const AttentionArgs& args) {
+  return args.query.array.dtype == Dtype::kHalf;
+}
 inline void launch_attention_fwd(const AttentionFwdArgs& args, cudaStream_t stream) {
-  is_half(args.inputs) ? launch_attention_fwd_fp16(args, stream) : launch_attention_fwd_bf16(args, stream);
+  is_fp16(args.inputs) ? launch_attention_fwd_fp16(args, stream) : launch_attention_fwd_bf16(args, stream);
 }
 inline void launch_attention_bwd(const AttentionBwdArgs& args, cudaStream_t stream) {
-  is_half(args.inputs) ? launch_attention_bwd_fp16(args, stream) : launch_attention_bwd_bf16(args, stream);
+  is_fp16(args.inputs) ? launch_attention_bwd_fp16(args, stream) : launch_attention_bwd_bf16(args, stream);
 }
 inline void launch_attention_mask_bwd(const AttentionMaskBwdArgs& args, cudaStream_t stream) {
-  is_half(args.inputs) ? launch_attention_mask_bwd_fp16(args, stream) : launch_attention_mask_bwd_bf16(args, stream);
+  is_fp16(args.inputs) ? launch_attention_mask_bwd_fp16(args, stream) : launch_attention_mask_bwd_bf16(args, stream);
 }
 
 }  // namespace bertfast

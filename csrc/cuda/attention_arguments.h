@@ -19,8 +19,11 @@ inline int64_t score_rows(const Tensor& query) {
   return rows_of(sizes_of(query));
 }
 
+// Kernels count by int, and round up to whole blocks of 128 at most.
+constexpr int kMaxCount = INT_MAX - 127;
+
 inline void check_count(const char* name, const char* what, int64_t count) {
-  STD_TORCH_CHECK(count <= INT_MAX, name, ": expected at most ", INT_MAX, " ", what, ", got ", count);
+  STD_TORCH_CHECK(count <= kMaxCount, name, ": expected at most ", kMaxCount, " ", what, ", got ", count);
 }
 
 // Whether `tensor` has the shape of `query` but for its number of positions.
@@ -61,8 +64,8 @@ inline void check_stats(const Tensor& stats, const Tensor& query) {
 
 // What the forward pass left, and the gradient of its output.
 inline void check_saved(const Tensor& dout, const Tensor& out, const Tensor& stats, const Tensor& query) {
-  check_gradient("dout", dout, "query", query);
-  check_gradient("out", out, "query", query);
+  check_like("dout", dout, "query", query);
+  check_like("out", out, "query", query);
   check_stats(stats, query);
 }
 

@@ -7,8 +7,8 @@
 // mask is attention_mask_bwd.cuh's.
 //
 // FLOPs: 3 products of 2 S_q S_k D a head for dq, 4 for dk and dv. Bytes, 2 an element: q, k, v, out and dout read, dq,
-// dk and dv written, (4 S_q + 4 S_k) D 2 a head, the floor, and q, k, v and dout once more because there are two
-// passes.
+// dk and dv written, (4 S_q + 4 S_k) D 2 a head, the floor; q, k, v and dout once more because there are two passes;
+// and 24 S_q for m, ln(l) and delta: 12 in each pass.
 //
 // As in the forward pass, the block that may reach beyond the sequence comes first.
 #pragma once
@@ -22,14 +22,15 @@
 namespace bertfast {
 
 struct AttentionBwdTile {
-  int warps;  // of one row of 16 x 8 products each: of queries for dq, of keys for dk and dv
-  int step;   // of the others
+  int warps;  // with 16 rows each: queries for dq, keys for dk and dv
+  int step;   // of the others, keys or queries
 };
 
-// Four warps: eight would read by half what they share, but leave sequences of 64 half a block. Registers hold, for a
-// head dim of 64, 32 sums of dq and two products of 32 numbers, or 64 sums of dk and dv and two of 16, beside the
-// random words of dropout; 128 takes twice the sums, and so half the step. Shared memory holds two tiles of 64 rows and
-// two stages of two tiles of `step`: 48 or 32 KiB for 64, which two blocks fit in everywhere, and 64 or 48 for 128.
+// Four warps: eight would halve the reads of what they share, but leave half of a block idle with sequences of 64. A
+// thread's registers hold, for a head dim of 64, 32 sums of dq and 32 numbers each of p and ds, or 64 sums of dk and dv
+// and 16 each, beside the random words of dropout; 128 takes twice the sums, so that above 64 the step is half. Shared
+// memory holds two tiles of 64 rows and two stages of two tiles of `step`: 48 KiB for dq and 32 for dk and dv with a
+// head dim of 64, so that two blocks fit on every multiprocessor, and 64 and 48 with 128.
 constexpr AttentionBwdTile attention_bwd_dq_tile(int head_dim) {
   return {4, head_dim <= 64 ? 64 : 32};
 }
@@ -73,7 +74,7 @@ struct RowStatistics {
   }
 };
 
-// Those of two stages of kQueries, in shared memory; 0 beyond the sequence, where p is hidden.
+// The statistics of two stages of kQueries, in shared memory; 0 beyond the sequence, where p is hidden.
 template <int kQueries>
 class ColumnStatistics {
  public:
@@ -117,6 +118,7 @@ struct BackwardTiles {
   using Own = SharedTile<T, kRows, kHeadDim>;
   using Other = SharedTile<T, 2 * kStep, kHeadDim>;  // two stages
   using Staged = StagedMask<kTransposed, kN>;
+  static_assert(kTransposed || kRows / 2 <= kStep, "out lies in the second stages until delta is known");
   static constexpr int kSharedBytes =
       2 * Own::kBytes + 2 * Other::kBytes + KeptPlace::kBytes + (kTransposed ? ColumnStatistics<kStep>::kBytes : 0);
   static constexpr int kStagedBytes = Staged::bytes(kTile.warps);  // more, with a mask by pair
@@ -329,8 +331,8 @@ __global__ void __launch_bounds__(Tiles::kThreads, 1) attention_bwd_kernel_dk_dv
 }
 
 template <class Tiles, class T>
-void launch_attention_bwd(const char* name, void (*kernel)(AttentionBwd<T>), const AttentionBwd<T>& args,
-                          const AttentionArgs& a, int length, cudaStream_t stream) {
+void launch_attention_bwd_part(const char* name, void (*kernel)(AttentionBwd<T>), const AttentionBwd<T>& args,
+                               const AttentionArgs& a, int length, cudaStream_t stream) {
   launch(name, kernel, attention_blocks(a, length, Tiles::kRows), 1, Tiles::kThreads,
          Tiles::kSharedBytes + (args.in.mask.is_by_pair() ? Tiles::kStagedBytes : 0), stream, args);
 }
@@ -341,14 +343,14 @@ void launch_attention_bwd_of(const AttentionBwdArgs& a, cudaStream_t stream) {
   with_attention_form(args.in, [&](auto head_dim, auto has_dropout) {
     constexpr int kHeadDim = head_dim.value;
     if (a.dquery.array.data != nullptr) {
-      launch_attention_bwd<BackwardTiles<T, kHeadDim, false>>("attention_bwd_dq",
-                                                              attention_bwd_kernel_dq<T, kHeadDim, has_dropout.value>,
-                                                              args, a.inputs, a.inputs.length_q, stream);
+      launch_attention_bwd_part<BackwardTiles<T, kHeadDim, false>>(
+          "attention_bwd_dq", attention_bwd_kernel_dq<T, kHeadDim, has_dropout.value>, args, a.inputs,
+          a.inputs.length_q, stream);
     }
     if (a.dkey.array.data != nullptr) {
-      launch_attention_bwd<BackwardTiles<T, kHeadDim, true>>("attention_bwd_dk_dv",
-                                                             attention_bwd_kernel_dk_dv<T, kHeadDim, has_dropout.value>,
-                                                             args, a.inputs, a.inputs.length_k, stream);
+      launch_attention_bwd_part<BackwardTiles<T, kHeadDim, true>>(
+          "attention_bwd_dk_dv", attention_bwd_kernel_dk_dv<T, kHeadDim, has_dropout.value>, args, a.inputs,
+          a.inputs.length_k, stream);
     }
   });
 }

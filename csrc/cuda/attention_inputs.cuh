@@ -13,7 +13,6 @@
 namespace bertfast {
 
 constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kInfinity = INFINITY;
 
 __host__ __device__ constexpr int divide_up(int a, int b) {
@@ -22,11 +21,11 @@ __host__ __device__ constexpr int divide_up(int a, int b) {
 
 // ---- arguments
 
-// Of a block.
+// What a block works on.
 struct Place {
-  int batch, head;       // packed, the sequence
+  int batch, head;       // packed, `batch` is the sequence
   int block;             // its number in the sequence, -1 beyond the last one
-  int begin_q, begin_k;  // of the sequence, in packed tensors
+  int begin_q, begin_k;  // of the sequence in packed tensors, else 0
   int length_q, length_k;
   int causal_offset;  // by how many keys causality is shifted: packed, the last query sees the last key
 };
@@ -53,8 +52,8 @@ struct HeadsAt {
   }
 };
 
-// Which keys take part: all; those of a row that all queries share; by pair of query and key; or a number is added for
-// each pair.
+// Which keys take part: all; those of one row for all queries; those of a row for each query; or a number is added for
+// each pair of query and key.
 enum class MaskKind : int32_t { kNone, kBoolByKey, kBool, kFloat };
 
 struct Mask {
@@ -155,7 +154,7 @@ void with_constant(bool value, const Body& body) {
   value ? body(std::true_type()) : body(std::false_type());
 }
 
-// body(head dim, has dropout), compile-time constants; the head dim is the least of those that kernels have.
+// body(head dim, has dropout), compile-time constants; of the head dims that kernels have, the least that suffices.
 template <class T, class Body>
 void with_attention_form(const AttentionInputs<T>& in, const Body& body) {
   with_constant(static_cast<bool>(in.dropout), [&](auto has_dropout) {
@@ -223,7 +222,8 @@ __device__ __forceinline__ void find_sequence(const Ends& ends, int sequences, i
 }
 
 // The place of this block, of `rows` queries, or with kOfKeys keys. Padded, the blocks of one head run next to each
-// other and share its keys in L2. Packed, the heads of one block do: otherwise long sequences would not start first.
+// other and share its keys in L2. Packed, those of all heads that do the same part of a sequence run next to each
+// other: otherwise not all long sequences would start first.
 template <bool kOfKeys, class T>
 __device__ __forceinline__ Place place_of_block(const AttentionInputs<T>& in, int rows) {
   const int total = kOfKeys ? in.length_k : in.length_q;

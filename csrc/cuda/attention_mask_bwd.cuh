@@ -1,11 +1,11 @@
 // The gradient of attention's float mask: ds (attention_bwd.cuh), added up over what the mask is broadcast to.
 //
 // A block takes a tile of the mask, walks over the batch entries, heads, and blocks of queries or keys that share it,
-// and computes their ds anew: no atomics, and no memory beyond the mask's own. One stage: a mask that learns is rare,
-// and of the time two products of every step are left uncovered.
+// and computes their ds anew: no atomics, and no memory beyond the mask's own. There is one stage, so that products
+// wait for every copy: a mask that learns is rare.
 //
-// FLOPs: 2 products of 2 S_q S_k D a head. Bytes: q, k, v and dout of every head once for each tile of the mask; the
-// mask read and its gradient written.
+// FLOPs: 2 products of 2 S_q S_k D a head. Bytes: of every head q and dout once for each block of keys, k and v once
+// for each block of queries, and its mask; the mask's gradient written.
 #pragma once
 
 #include "attention_bwd.cuh"

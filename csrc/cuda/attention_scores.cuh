@@ -1,5 +1,5 @@
-// What becomes of attention's scores, which are a warp's products (products.cuh): what takes no part in them, and which
-// of their probabilities are dropped. Their rows are queries and their columns keys, or, kTransposed, the other way
+// What becomes of attention's scores, which are a warp's products (products.cuh): which pairs of query and key take no
+// part, and which probabilities are dropped. Rows of scores are queries and columns keys; kTransposed, the other way
 // round.
 #pragma once
 
@@ -47,7 +47,8 @@ class StagedMask {
   }
 
  private:
-  // So that lanes which read at once, of four keys or eight queries, have different banks.
+  // So that lanes which read at once have different banks: transposed, 8 keys each of 4 queries; else half a warp, 4
+  // pairs of keys each of 4 queries, where two neighbours are read as 8 bytes.
   static constexpr int kStride = kKeys + (kTransposed ? 4 : 8);
 
   template <class Read>
@@ -157,8 +158,9 @@ struct Scores {
   }
 };
 
-// The words of Philox for the numbers of one 16 x 8 product. A draw gives four keys of a query; threads that hold parts
-// of the same draws make one each and exchange words.
+// The words of Philox for the numbers of one 16 x 8 product. A draw gives those of four keys of a query; threads that
+// hold parts of the same draws make one each and exchange words. `head` counts those of all batch entries, or
+// sequences.
 template <bool kTransposed>
 __device__ __forceinline__ void dropout_words(const Dropout<kStreamAttention>& dropout,
                                               const Dropout<kStreamAttention>::Key& key, int head, int first_query,
@@ -177,8 +179,9 @@ __device__ __forceinline__ void dropout_words(const Dropout<kStreamAttention>& d
       words[2 + i] = is_odd ? drawn[2 + i] : received;
     }
   } else {
-    // Lanes 4 apart, four of them, have one each of the same four keys of four pairs of query and half of the rows:
-    // draw i is made by the i-th, and the words, one column each, are transposed.
+    // Four lanes, each 4 after the last, have the same two queries, and one each of four keys in both halves of the
+    // rows. These are four draws: the i-th lane makes draw i, and a transposition of the 4 x 4 words gives it number i
+    // of each draw.
     const int own = lane() / 4 % 4;
     dropout.draw(key, static_cast<uint32_t>(first_key / 4 + own / 2 * 2 + lane() / 16),
                  static_cast<uint32_t>(first_query + lane() % 4 * 2 + own % 2), static_cast<uint32_t>(head), words);
@@ -195,7 +198,7 @@ __device__ __forceinline__ void dropout_words(const Dropout<kStreamAttention>& d
   }
 }
 
-// body(number, whether it is kept) for all probabilities of a warp.
+// body(m, n, i, whether it is kept) for all probabilities of a warp, [m][n][i] of its products.
 template <bool kTransposed, int kM, int kN, class T, class Body>
 __device__ __forceinline__ void for_each_kept(const AttentionInputs<T>& in, const Dropout<kStreamAttention>::Key& key,
                                               const Place& place, int first_query, int first_key, const Body& body) {
@@ -213,7 +216,7 @@ __device__ __forceinline__ void for_each_kept(const AttentionInputs<T>& in, cons
   }
 }
 
-// The gradients of what is dropped, and of what is kept.
+// Makes of gradients of dropped probabilities those of the probabilities.
 template <int kN, class T>
 __device__ __forceinline__ void drop_gradients(float (&gradients)[1][kN][4], const AttentionInputs<T>& in,
                                                const Dropout<kStreamAttention>::Key& key, const Place& place,

@@ -114,7 +114,7 @@ std::tuple<Tensor, Tensor, Tensor> embed_layer_norm_bwd(Tensor dout, Tensor sum,
   const int64_t width = sizes.back();
   const int64_t rows = rows_of(sizes);
   check_width(width);
-  check_gradient("dout", dout, "sum", sum);
+  check_like("dout", dout, "sum", sum);
   check_statistics("mean", mean, rows);
   check_statistics("rstd", rstd, rows);
   check_vector("weight", weight, width);

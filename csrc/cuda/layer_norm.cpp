@@ -73,8 +73,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> add_layer_norm_bwd(Tensor dou
   const int64_t width = sizes.back();
   const int64_t rows = rows_of(sizes);
   check_width(width);
-  check_gradient("dout", dout, "sum", sum);
-  if (dsum) check_gradient("dsum", *dsum, "sum", sum);
+  check_like("dout", dout, "sum", sum);
+  if (dsum) check_like("dsum", *dsum, "sum", sum);
   check_statistics("mean", mean, rows);
   check_statistics("rstd", rstd, rows);
   check_vector("weight", weight, width);

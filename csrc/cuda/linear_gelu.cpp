@@ -71,7 +71,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_gelu_bwd(Tensor dout, Tensor pre, std:
                                                    bool has_bias) {
   check_float("pre", pre);
   check_min_dim("pre", pre, 1);
-  check_gradient("dout", dout, "pre", pre);
+  check_like("dout", dout, "pre", pre);
   const Formula formula = formula_of(activation);
   const std::vector<int64_t> sizes = sizes_of(pre);
   const int64_t width = sizes.back();

@@ -54,7 +54,7 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
   return word;
 }
 
-// Numbers of two neighbouring 16 x 8 products as the left factor of the next: the same threads have the same places.
+// Numbers of two neighbouring 16 x 8 products as the left factor of another: a thread has the same places in both.
 template <class T>
 __device__ __forceinline__ void as_left(const float (&first)[4], const float (&second)[4], uint32_t (&fragment)[4]) {
   fragment[0] = pack_pair<T>(first[0], first[1]);
