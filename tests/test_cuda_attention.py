@@ -74,10 +74,9 @@ def test_many_blocks(name, head_dim):
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("name", ["long", "keys masked", "packed"])
+@pytest.mark.parametrize("name", CASES)
 def test_no_bank_conflicts(name, head_dim):
-    """In copies to shared memory, in fragments read from it, in statistics, and on the way out. Masks by pair, whose
-    numbers are stored and read one by one here, have some."""
+    """In copies to shared memory, in fragments, masks and statistics read from it, and on the way out."""
     _, forward, backward = results_of(CASES[name](head_dim))
     assert forward.conflicts == backward.conflicts == 0 < min(forward.requests, backward.requests)
 

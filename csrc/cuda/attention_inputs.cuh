@@ -182,11 +182,11 @@ __device__ __forceinline__ void find_sequence(const Ends& ends, int sequences, i
                                               int& sequence) {
   const int run = divide_up(sequences, kWarpSize);  // of sequences, for each lane
   const int first = min(lane() * run, sequences), last = min(first + run, sequences);
-  const int twice_mean = 2 * (total / sequences);
+  const int mean = total / sequences;
   int long_blocks = 0, other_blocks = 0;
   for (int s = first; s < last; ++s) {
     const int length = ends.span(s, total).length;
-    (length > twice_mean ? long_blocks : other_blocks) += divide_up(length, rows);
+    (length - mean > mean ? long_blocks : other_blocks) += divide_up(length, rows);
   }
   int long_end = long_blocks, other_end = other_blocks;
 #pragma unroll
@@ -207,7 +207,7 @@ __device__ __forceinline__ void find_sequence(const Ends& ends, int sequences, i
   sequence = first;
   for (int s = first; s < last; ++s) {
     const int length = ends.span(s, total).length;
-    const int blocks = (length > twice_mean) == is_long ? divide_up(length, rows) : 0;
+    const int blocks = (length - mean > mean) == is_long ? divide_up(length, rows) : 0;
     if (left < blocks) break;
     left -= blocks;
     ++sequence;

@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, 1) attention_mask_bwd_kernel(
     for (int half = 0; half < 2; ++half) {
       for_each_of_row(p[0], half, [&](float& s) { s = statistics[half].probability(s, 0, true); });
     }
-    scores.template hide<true>(in.is_causal, 0);
+    scores.template hide<false>(in.is_causal, 0);
     multiply_transposed<T, kHeadDim>(ds, left_of(douts, own_row), values, 0);
     if constexpr (kDropout) drop_gradients(ds, in, key, place, first_query + own_row, first_key);
 #pragma unroll

@@ -42,24 +42,31 @@ class StagedMask {
     sync_warp();
   }
 
-  __device__ __forceinline__ float at(int row, int column) const {
-    return values_[kTransposed ? column * kStride + row : row * kStride + column];
+  // Of two neighbouring columns.
+  __device__ __forceinline__ float2 pair(int row, int column) const {
+    if constexpr (kTransposed) {
+      return {values_[column * kStride + row], values_[(column + 1) * kStride + row]};
+    } else {
+      return *reinterpret<const float2>(values_ + row * kStride + column);
+    }
   }
 
  private:
   // So that lanes which read at once have different banks: transposed, 8 keys each of 4 queries; else half a warp, 4
-  // pairs of keys each of 4 queries, where two neighbours are read as 8 bytes.
+  // pairs of keys each of 4 queries.
   static constexpr int kStride = kKeys + (kTransposed ? 4 : 8);
 
   template <class Read>
   __device__ __forceinline__ void store(const Mask& mask, const Place& place, int query, int key,
                                         const Read& read) const {
 #pragma unroll 4
-    for (int i = lane(); i < kQueries * kKeys; i += kWarpSize) {
-      const int q = query + i / kKeys, k = key + i % kKeys;
-      const bool is_inside = q < place.length_q && k < place.length_k;
-      values_[i / kKeys * kStride + i % kKeys] =
-          is_inside ? read(q * mask.stride_query + k * mask.stride_key) : -kInfinity;
+    for (int i = 0; i < kQueries * kKeys; i += kWarpSize) {
+      // Neighbours in memory, and in other banks when they are stored: of 16 keys two queries 4 apart.
+      const int q = kTransposed ? i / 128 * 8 + i / 32 % 4 + lane() / 16 * 4 : i / kKeys;
+      const int k = kTransposed ? lane() % 16 : i % kKeys + lane();
+      const bool is_inside = query + q < place.length_q && key + k < place.length_k;
+      values_[q * kStride + k] =
+          is_inside ? read((query + q) * mask.stride_query + (key + k) * mask.stride_key) : -kInfinity;
     }
   }
 
@@ -120,10 +127,16 @@ struct Scores {
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
       staged.load(mask, place, first_query + (kTransposed ? 0 : m * 16), first_key + (kTransposed ? m * 16 : 0));
-      for_each(values[m], [&](float& score, int row, int column) {
-        const float bias = staged.at(row, column);
-        score = bias == -kInfinity ? hidden : score * scale + bias;
-      });
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float2 bias = staged.pair(half * 8 + lane() / 4, n * 8 + lane() % 4 * 2);
+          float &first = values[m][n][2 * half], &second = values[m][n][2 * half + 1];
+          first = bias.x == -kInfinity ? hidden : first * scale + bias.x;
+          second = bias.y == -kInfinity ? hidden : second * scale + bias.y;
+        }
+      }
     }
   }
 
