@@ -73,6 +73,23 @@ def test_many_blocks(name, head_dim):
     assert_parity(CASES[name](head_dim), "cuda")
 
 
+@pytest.mark.parametrize("of", ["no mask", "a mask by key", "packed"])
+@pytest.mark.parametrize("factor", [100, 2000])
+@pytest.mark.parametrize("scale", [0.125, -0.125])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scores_of_any_size(dtype, scale, factor, of):
+    """Where the maximum and the score beside it, scaled each by itself, would be rounded apart."""
+    mask = torch.arange(100).remainder(3).ne(0).view(1, 1, 1, 100) if of == "a mask by key" else None
+    if of == "packed":
+        case = packed_case([70], [100], 64, dtype=dtype, scale=scale)
+    else:
+        case = padded_case(70, 100, 64, mask, dtype=dtype, scale=scale)
+    with torch.no_grad():
+        case.inputs["query"] *= factor
+        case.inputs["key"] *= factor
+    assert_parity(case, "cuda")
+
+
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("name", CASES)
 def test_no_bank_conflicts(name, head_dim):
@@ -193,7 +210,9 @@ def test_statistics_add_up_to_lse(kind, is_causal, dtype):
     mask = mask.double() if kind == "float" else mask
     lse = reference.attention(*doubles, mask, is_causal=is_causal, scale=0.25)[1]
     assert (kind == "none") == bool(lse.isfinite().all())
-    torch.testing.assert_close(stats.double().sum(0), lse, atol=1e-5, rtol=0)
+    # Maxima are those of scores, which with a mask by pair are scaled.
+    maxima = stats[0].double() * (0.25 if kind == "none" else 1.0)
+    torch.testing.assert_close(maxima + stats[1], lse, atol=1e-5, rtol=0)
     assert not stats[1][lse.isinf()].any()
 
 
@@ -209,7 +228,7 @@ def test_statistics_of_packed_sequences(is_causal):
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
         mask = mask.tril(k.shape[2] - q.shape[2]) if is_causal else mask
         lse = reference.attention(q, k, v, mask, scale=0.25)[1][0]
-        torch.testing.assert_close(stats[:, :, rows].double().sum(0), lse, atol=1e-5, rtol=0)
+        torch.testing.assert_close(0.25 * stats[0, :, rows].double() + stats[1, :, rows], lse, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -150,6 +150,7 @@ def test_mixed_rows_are_normalised_as_they_are_stored(width):
         ("embed_layer_norm", 1040, (262, 4, 2 * 33)),
         # Forward a block has four rows of 512 columns, backward 32 blocks share out the stripes.
         ("feed_forward", 40, (33, 32, 2)),
+        ("feed_forward", 512, (33, 32, 16)),
         ("feed_forward", 1040, (33 * 3, 30, 33)),
     ],
 )

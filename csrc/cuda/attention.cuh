@@ -1,10 +1,11 @@
 // softmax(scale q k^T + mask) v, padded and packed, without the scores in memory: forward. In one pass over the keys
 // (online softmax, Milakov and Gimelshein 2018), in base 2 with log2(e) folded into the scale:
-//     s = log2(e) scale q k^T     m = max(s)     p = 2^(s - m)     l = sum(p)     out = p v / l
-// A float mask is added in natural units, and log2(e) applied to s - m: its largest finite values, which are arithmetic
-// and no masking, would overflow in base 2. A row without any key has m = -inf; 0 is subtracted instead, so that p = 0
-// and out = 0. Saved are m (natural units) and ln(l), not their sum: where m is as large as such a mask, ln(l) would
-// drown.
+//     s = q k^T     m = max(s)     p = 2^(log2(e) scale (s - m))     l = sum(p)     out = p v / l
+// m is subtracted before the scale is multiplied, an instruction for each score: of large scores, or of a float mask's
+// largest finite numbers, which are arithmetic and no masking, the two products would be rounded apart, or overflow. A
+// float mask is added to scale s, and the scale left out of p. A row without any key has m = -inf; 0 is subtracted
+// instead, so that p = 0 and out = 0. Saved are m, in units of s, and ln(l), not their sum: where m is as large as such
+// a mask, ln(l) would drown.
 //
 // The last block of keys comes first: it alone meets the end of the sequence, and rescales nothing. A sequence of at
 // most one block is done with it, in one pass.
@@ -72,7 +73,7 @@ struct ForwardTiles {
   using Staged = StagedMask<false, kN>;
   static constexpr int kSharedBytes = Queries::kBytes + 2 * Keys::kBytes + KeptPlace::kBytes;
   static constexpr int kStagedBytes = kTakesPairs ? Staged::bytes(kTile.warps) : 0;  // more, with a mask by pair
-  static_assert(kSharedBytes + kStagedBytes <= 99 * 1024, "8.6, 8.9 and 12.0 have no more for a block");
+  static_assert(kSharedBytes + kStagedBytes <= kMostShared, "some devices have no more for a block");
   static_assert(kM * (kHeadDim / 2 + kKeys / 2 + kHeadDim / 4) <= 128, "of 255 registers a thread, half for the rest");
 };
 
@@ -167,10 +168,8 @@ __global__ void __launch_bounds__(Tiles::kThreads, 1) attention_fwd_kernel(const
           sum[m][half] = 0;
         }
         maximum[m][half] = most;
-        for_each_of_row(p[m], half,
-                        [&](float& s) { s = is_by_pair ? s - pivot : fmaf(s, to_base_2, -pivot * to_base_2); });
         for_each_of_row(p[m], half, [&](float& s) {
-          s = exp2_approximate(is_by_pair ? s * to_base_2 : s);
+          s = exp2_approximate((s - pivot) * to_base_2);
           sum[m][half] += s;
         });
       }
@@ -206,7 +205,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, 1) attention_fwd_kernel(const
       const float whole = row_sum(sum[m][half]), positive = whole == 0 ? 1 : whole;
       factors[half] = in.dropout.scale * reciprocal(positive);
       if (row < rows && lane() % 4 == 0) {
-        args.maxima[stats_at + row] = is_by_pair ? maximum[m][half] : maximum[m][half] * scale;
+        args.maxima[stats_at + row] = in.scale < 0 && !is_by_pair ? -maximum[m][half] : maximum[m][half];
         args.logs[stats_at + row] = logf(positive);
       }
     }

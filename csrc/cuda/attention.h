@@ -50,7 +50,8 @@ struct AttentionArgs {
 struct AttentionFwdArgs {
   AttentionArgs inputs;
   Heads out;
-  float* stats;  // (2, B, H, S_q) or (2, H, T_q): the rows' maxima, natural units, and the logarithms of their sums
+  float*
+      stats;  // (2, B, H, S_q) or (2, H, T_q): the rows' maxima, in units of scores, and the logarithms of their sums
 };
 
 struct AttentionBwdArgs {

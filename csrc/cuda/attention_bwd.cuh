@@ -58,19 +58,17 @@ struct AttentionBwd {
         delta(a.delta) {}
 };
 
-// What p and ds of a query are computed with: p = 2^(s to_base_2 - shift), or with a mask by pair, whose largest finite
-// values would overflow in base 2, or let ln(l) vanish beside them, 2^((s - maximum) log2(e) - shift).
+// What p and ds of a query are computed with: p = 2^((s - maximum) to_base_2 - shift).
 struct RowStatistics {
   float maximum, shift, delta;
 
-  __device__ __forceinline__ static RowStatistics of(float maximum, float log, float delta, bool is_by_pair) {
-    // A row without any key: maximum and scores are -inf, and -inf - -inf is NaN.
-    const float finite = maximum == -kInfinity ? 0 : maximum;
-    return {finite, (is_by_pair ? log : finite + log) * kLog2E, delta};
+  __device__ __forceinline__ static RowStatistics of(float maximum, float log, float delta) {
+    // A row without any key has an infinite one, as its scores are, and inf - inf is NaN.
+    return {fabsf(maximum) == kInfinity ? 0 : maximum, log * kLog2E, delta};
   }
 
-  __device__ __forceinline__ float probability(float s, float to_base_2, bool is_by_pair) const {
-    return exp2_approximate(is_by_pair ? (s - maximum) * kLog2E - shift : s * to_base_2 - shift);
+  __device__ __forceinline__ float probability(float s, float to_base_2) const {
+    return exp2_approximate((s - maximum) * to_base_2 - shift);
   }
 };
 
@@ -96,9 +94,9 @@ class ColumnStatistics {
     copy_async_4(own + 2 * kQueries, Global<const float>(args.delta) + i, first + query < length);
   }
 
-  __device__ __forceinline__ RowStatistics at(int stage, int query, bool is_by_pair) const {
+  __device__ __forceinline__ RowStatistics at(int stage, int query) const {
     const Shared<float> own = values_ + stage * 3 * kQueries + query;
-    return RowStatistics::of(own[0], own[kQueries], delta(stage, query), is_by_pair);
+    return RowStatistics::of(own[0], own[kQueries], delta(stage, query));
   }
   __device__ __forceinline__ float delta(int stage, int query) const {
     return values_[(stage * 3 + 2) * kQueries + query];
@@ -122,7 +120,7 @@ struct BackwardTiles {
   static constexpr int kSharedBytes =
       2 * Own::kBytes + 2 * Other::kBytes + KeptPlace::kBytes + (kTransposed ? ColumnStatistics<kStep>::kBytes : 0);
   static constexpr int kStagedBytes = Staged::bytes(kTile.warps);  // more, with a mask by pair
-  static_assert(kSharedBytes + kStagedBytes <= 99 * 1024, "8.6, 8.9 and 12.0 have no more for a block");
+  static_assert(kSharedBytes + kStagedBytes <= kMostShared, "some devices have no more for a block");
 };
 
 template <class T, int kHeadDim, bool kDropout, class Tiles = BackwardTiles<T, kHeadDim, false>>
@@ -181,8 +179,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, 1) attention_bwd_kernel_dq(co
       delta[half] = row_sum(delta[half]);
       statistics[half] = {};
       if (row >= rows) continue;
-      statistics[half] =
-          RowStatistics::of(args.maxima[stats_at + row], args.logs[stats_at + row], delta[half], in.mask.is_by_pair());
+      statistics[half] = RowStatistics::of(args.maxima[stats_at + row], args.logs[stats_at + row], delta[half]);
       if (lane() % 4 == 0) args.delta[stats_at + row] = delta[half];
     }
   }
@@ -200,8 +197,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, 1) attention_bwd_kernel_dq(co
     if (in.mask.is_by_pair()) scores.scale_and_mask(staged, in.scale, -kInfinity);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      for_each_of_row(p[0], half,
-                      [&](float& s) { s = statistics[half].probability(s, in.scale * kLog2E, in.mask.is_by_pair()); });
+      for_each_of_row(p[0], half, [&](float& s) { s = statistics[half].probability(s, in.to_base_2()); });
     }
     scores.template hide<is_first.value>(in.is_causal, 0);
     key_mask.hide(p, 0);
@@ -277,9 +273,9 @@ __global__ void __launch_bounds__(Tiles::kThreads, 1) attention_bwd_kernel_dk_dv
     const Scores<true, 1, kN> scores{p, place, in.mask, first, first_key + own_row};
     if (in.mask.is_by_pair()) scores.scale_and_mask(staged, in.scale, -kInfinity);
     for_each_column(p[0], [&](int column, float& s0, float& s1) {
-      const RowStatistics of = statistics.at(stage, column, in.mask.is_by_pair());
-      s0 = of.probability(s0, in.scale * kLog2E, in.mask.is_by_pair());
-      s1 = of.probability(s1, in.scale * kLog2E, in.mask.is_by_pair());
+      const RowStatistics of = statistics.at(stage, column);
+      s0 = of.probability(s0, in.to_base_2());
+      s1 = of.probability(s1, in.to_base_2());
     });
     scores.template hide<is_first.value>(in.is_causal, 0);
     multiply_transposed<T, kHeadDim>(ds, left_of(values, own_row), douts, stage * kQueries);

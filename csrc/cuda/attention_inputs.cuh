@@ -136,6 +136,9 @@ struct AttentionInputs {
         sequences(a.sequences),
         is_causal(a.is_causal),
         scale(a.scale) {}
+
+  // From the units of scores, which with a mask by pair are natural ones.
+  __device__ __forceinline__ float to_base_2() const { return mask.is_by_pair() ? kLog2E : scale * kLog2E; }
 };
 
 // Rows of the statistics.

@@ -48,7 +48,7 @@ struct MaskTiles {
   using Staged = StagedMask<false, kN>;
   static constexpr int kSharedBytes =
       2 * Queries::kBytes + 2 * Keys::kBytes + shared_bytes<float>(kTile.warps * kKeys) + Staged::bytes(kTile.warps);
-  static_assert(kSharedBytes <= 99 * 1024, "8.6, 8.9 and 12.0 have no more for a block");
+  static_assert(kSharedBytes <= kMostShared, "some devices have no more for a block");
 };
 
 template <class T, int kHeadDim, bool kDropout, class Tiles = MaskTiles<T, kHeadDim>>
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, 1) attention_mask_bwd_kernel(
       const int64_t at = stats_row(in, place) + query;
       statistics[half] = {};
       if (query < in.length_q) {
-        statistics[half] = RowStatistics::of(args.maxima[at], args.logs[at], args.delta[at], true);
+        statistics[half] = RowStatistics::of(args.maxima[at], args.logs[at], args.delta[at]);
       }
     }
     copy_async_wait<0>();
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, 1) attention_mask_bwd_kernel(
     scores.scale_and_mask(staged, in.scale, -kInfinity);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      for_each_of_row(p[0], half, [&](float& s) { s = statistics[half].probability(s, 0, true); });
+      for_each_of_row(p[0], half, [&](float& s) { s = statistics[half].probability(s, in.to_base_2()); });
     }
     scores.template hide<false>(in.is_causal, 0);
     multiply_transposed<T, kHeadDim>(ds, left_of(douts, own_row), values, 0);

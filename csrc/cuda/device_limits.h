@@ -10,6 +10,10 @@ namespace bertfast {
 constexpr int kWarpSize = 32;
 constexpr uint32_t kFullWarp = 0xffffffffu;
 
+// Bytes of shared memory that a block can have on 8.6, 8.9 and 12.0, where it is least. Nothing but kernels' own
+// assertions and the emulator holds them to it: to ptxas dynamic shared memory has no size.
+constexpr int kMostShared = 99 * 1024;
+
 // What `SharedMemory::take<T>(count)` takes.
 template <class T>
 constexpr int shared_bytes(int count) {

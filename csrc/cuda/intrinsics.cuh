@@ -233,7 +233,8 @@ void launch(const char* name, void (*kernel)(Parameters...), int64_t grid_x, int
   check_grid(name, grid_x, grid_y);
   constexpr int kStaticLimit = 48 * 1024;
   if (shared > kStaticLimit) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), name);
+    // Always the same: it is the kernel's, and another thread of the host may launch it with less at the same time.
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostShared), name);
   }
   std::tuple<Parameters...> values(arguments...);
   const cudaError_t status = std::apply(

@@ -40,26 +40,30 @@ class SharedTile {
   // kThreads threads of the block must call.
   template <int kThreads, int kCount>
   __device__ __forceinline__ void copy(int row, const GlobalRows<T>& source, int first) const {
+    constexpr int kAll = kCount * kPackets;
     if (source.is_vector) {
-      first = opaque(first);
+      const int from = opaque(first);
 #pragma unroll
-      for (int i = 0; i < kCount * kPackets; i += kThreads) {
+      for (int i = 0; i < kAll; i += kThreads) {
         const int own = i + static_cast<int>(threadIdx.x), y = own / kPackets, column = own % kPackets * 8;
-        if (kCount * kPackets % kThreads != 0 && own >= kCount * kPackets) break;
-        const bool valid = first + y < source.rows && column < source.columns;
-        copy_async_16(packet(row + y, column), source.data + (first + y) * source.stride + column, valid);
+        if constexpr (kAll % kThreads != 0) {
+          if (own >= kAll) break;
+        }
+        const bool valid = from + y < source.rows && column < source.columns;
+        copy_async_16(packet(row + y, column), source.data + (from + y) * source.stride + column, valid);
       }
     } else {
 #pragma unroll 1
-      for (int i = static_cast<int>(threadIdx.x); i < kCount * kPackets; i += kThreads) {
+      for (int i = static_cast<int>(threadIdx.x); i < kAll; i += kThreads) {
         const int y = i / kPackets, column = i % kPackets * 8;
-        uint4 words = {};
+        T values[8] = {};
 #pragma unroll
         for (int k = 0; k < 8; ++k) {
           if (first + y >= source.rows || column + k >= source.columns) continue;
-          const T value = source.data[(first + y) * source.stride + column + k];
-          memcpy(reinterpret_cast<char*>(&words) + k * sizeof(T), &value, sizeof(T));
+          values[k] = source.data[(first + y) * source.stride + column + k];
         }
+        uint4 words;
+        memcpy(&words, values, 16);
         store_16(reinterpret<uint4>(packet(row + y, column)), words);
       }
     }

@@ -21,15 +21,12 @@ int accesses_until_yield = 0;
 
 namespace {
 
-// Of a block on 8.6, 8.9 and 12.0, the least of all compute capabilities. Nothing else sees a kernel that takes more:
-// to ptxas dynamic shared memory has no size.
-constexpr int kLeastShared = 99 * 1024;
 constexpr int kSharedAlignment = 1024;
 
 struct Settings {
   uint64_t seed = 0;
   int64_t first_block = 0, blocks = INT64_MAX;
-  int shared_limit = kLeastShared;
+  int shared_limit = kMostShared;
 } settings;
 
 struct Counters {
