@@ -39,8 +39,7 @@ struct Stripe {
   __device__ __forceinline__ explicit Stripe(int width) {
     const int stripes = (width - 1) / kWidth + 1;
     column = (static_cast<int>(blockIdx.x % stripes) * kThreads + static_cast<int>(threadIdx.x)) * N;
-    const int left = width - column;
-    count = left <= 0 ? 0 : left > N ? N : left;
+    count = max(min(width - column, N), 0);
     block = blockIdx.x / stripes;
     blocks = gridDim.x / stripes;
   }
@@ -78,7 +77,7 @@ __global__ void __launch_bounds__(kThreads) bias_activation_fwd_kernel(const For
   constexpr int N = stripe.N;
   const auto key = args.dropout.key();
   const int64_t first = stripe.block * kRows;
-  const int rows = static_cast<int>(args.rows - first < kRows ? args.rows - first : kRows);
+  const int rows = static_cast<int>(min(args.rows - first, static_cast<int64_t>(kRows)));
   typename Source<T>::template Packet<N> product[kRows], bias[1];
   // Of a row beyond the last nothing is read.
   args.product.template load<kVector>(
