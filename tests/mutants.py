@@ -123,8 +123,8 @@ def complaints(mutants: list[Mutant], results: dict, reasons: dict) -> list[str]
     verdicts = {mutant.name: verdict_of(mutant, results) for mutant in mutants}
     missing = [name for name, verdict in verdicts.items() if verdict is None]
     survivors = {name for name, verdict in verdicts.items() if verdict == "survived"}
-    total = len(mutants) - sum(verdict == NO_MUTANT for verdict in verdicts.values())
-    caught = total - len(missing) - len(survivors)
+    total = len(mutants) - len(missing) - sum(verdict == NO_MUTANT for verdict in verdicts.values())
+    caught = total - len(survivors)
     found = [f"{len(missing)} mutants have no result, the first is {missing[0]}"] if missing else []
     if caught < NEEDED * total:
         found.append(f"{caught} of {total} mutants are caught, needs {NEEDED:.0%}")

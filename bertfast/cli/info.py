@@ -12,7 +12,8 @@ from bertfast.cli.console import json_option, output, print_json
 LIBRARIES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy")
 REMEDIES = {
     "cpu": "build the extension (needs a C++ compiler): pip install --no-build-isolation bertfast",
-    "cuda": "build the extension with CUDA: BERTFAST_BUILD=cuda pip install --no-build-isolation bertfast",
+    "cuda": "where torch is built with CUDA and there is nvcc, build the extension with CUDA: "
+    "BERTFAST_BUILD=cuda pip install --no-build-isolation bertfast",
     "triton": "on a machine with an NVIDIA GPU, install Triton: pip install 'bertfast[triton]'",
 }
 # There is nothing to install.
