@@ -107,6 +107,7 @@ def cpp_broken(tmp_path, body, before="__global__ void f(float* x, int n) {\n  "
         ("float m[4] = {a, b};", []),
         ("float m[4][8];", []),
         ("float m[4][8], n[N - 1];", []),
+        ("float m[4] = {}, n[4][8];", []),
         ("m(x[4], y[N - 1]);", [";", "m(x[5], y[N - 1]);", "m(x[4], y[N + 1]);", "m(x[4], y[N - 2]);"]),
         ("memcpy(m + 1, &n, 16);", [";", "memcpy(m - 1, &n, 16);", "memcpy(m + 2, &n, 16);"]),
         ("const T* m[2];", []),

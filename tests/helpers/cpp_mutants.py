@@ -127,8 +127,12 @@ def _is_declared(source: Source, i: int) -> bool:
     while source.tokens[i - 1] == "]":
         i = source.partner[i - 1]
     before = source.tokens[i - 2]
-    if before == "," and source.tokens[i - 3] == "]":
-        return _is_declared(source, source.partner[i - 3])
+    if before == ",":
+        last = i - 3
+        if source.tokens[last] == "}" and source.tokens[source.partner[last] - 1] == "=":
+            last = source.partner[last] - 2
+        if source.tokens[last] == "]":
+            return _is_declared(source, source.partner[last])
     is_name = source.kinds[i - 2] == "word" and before not in NOT_CALLED
     is_type = is_name or (before in (">", "*") and source.space_after(i - 2) and not source.space_before(i - 2))
     return source.kinds[i - 1] == "word" and is_type
