@@ -73,6 +73,13 @@ def test_many_blocks(name, head_dim):
     assert_parity(CASES[name](head_dim), "cuda")
 
 
+def test_a_negative_scale_is_that_of_negated_queries():
+    q, k, v = (random(1, 2, 40, 32, dtype=torch.bfloat16, seed=seed, grad=False) for seed in range(3))
+    assert torch.equal(
+        ops.attention(q, k, v, scale=-0.25, backend="cuda"), ops.attention(-q, k, v, scale=0.25, backend="cuda")
+    )
+
+
 @pytest.mark.parametrize("of", ["no mask", "a mask by key", "packed"])
 @pytest.mark.parametrize("factor", [100, 2000])
 @pytest.mark.parametrize("scale", [0.125, -0.125])
