@@ -482,6 +482,7 @@ def test_fragments_of_a_product(seeded, dtype):
     result = fragment(c, place_in_c, 4).contiguous()
     seeded(f"product_{dtype}", *registers, result)
     assert torch.equal(result, fragment(a @ b + c, place_in_c, 4))
+    assert seeded.counters().last.products == 1
 
 
 @seeds
@@ -548,11 +549,12 @@ def test_missing_barriers_of_copies_show_in_results(kernels, mistake):
     assert wrong > 0
 
 
-def test_copies_of_nothing_are_zeros(kernels):
+@pytest.mark.parametrize(("name", "size"), [("copy_valid", 16), ("copy_valid_4", 4)])
+def test_copies_of_nothing_are_zeros(kernels, name, size):
     x, out = torch.randn(64), torch.empty(128)
-    kernels("copy_valid", x, out, n=64, shared=512)
+    kernels(name, x, out, n=64, shared=512)
     assert torch.equal(out, torch.cat([x, torch.zeros(64)]))
-    kernels.fails("reads 16 bytes at offset 256 of a tensor of 256", "copy_valid", x, out, n=65, shared=512)
+    kernels.fails(f"reads {size} bytes at offset 256 of a tensor of 256", name, x, out, n=65, shared=512)
 
 
 def words(*rows):

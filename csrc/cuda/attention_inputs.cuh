@@ -244,7 +244,8 @@ __device__ __forceinline__ Place place_of_block(const AttentionInputs<T>& in, in
           uniform(of_k.begin), length_q, length_k,       length_k - length_q};
 }
 
-// What of a place is needed when a block's work is done, kept in shared memory while loops need all registers.
+// What of a place is needed now and then, or when a block's work is done: in shared memory, where it takes no register
+// of a loop.
 class KeptPlace {
  public:
   __device__ __forceinline__ KeptPlace(SharedMemory& shared, const Place& place) : values_(shared.take<int>(kCount)) {

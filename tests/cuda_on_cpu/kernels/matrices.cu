@@ -108,12 +108,17 @@ __global__ void multiply_matrices(Global<const T> a, Global<const T> b, Global<f
   }
 }
 
-// A copy of zeros where the source ends.
+// A copy, 16 or 4 bytes at a time, of zeros where the source ends.
+template <bool kWide>
 __global__ void copy_valid(Global<const float> in, Global<float> out, int64_t n) {
   SharedMemory shared;
   Shared<float> values = shared.take<float>(4 * static_cast<int>(blockDim.x));
   const int own = 4 * static_cast<int>(threadIdx.x);
-  copy_async_16(values + own, in + own, own < n);
+  if constexpr (kWide) {
+    copy_async_16(values + own, in + own, own < n);
+  } else {
+    for (int i = own; i < own + 4; ++i) copy_async_4(values + i, in + i, i < n);
+  }
   copy_async_commit();
   copy_async_wait<0>();
   for (int i = 0; i < 4; ++i) out[own + i] = values[own + i];
@@ -129,7 +134,8 @@ BERTFAST_CASE(fragments_transposed, fragments_of<true>, c.array<__half>(0), c.ar
 BERTFAST_CASE(product_half, product_of<__half>, c.array<uint32_t>(0), c.array<uint32_t>(1), c.array<float>(2))
 BERTFAST_CASE(product_bfloat16, product_of<__nv_bfloat16>, c.array<uint32_t>(0), c.array<uint32_t>(1),
               c.array<float>(2))
-BERTFAST_CASE(copy_valid, copy_valid, c.array<float>(0), c.array<float>(1), c.n)
+BERTFAST_CASE(copy_valid, copy_valid<true>, c.array<float>(0), c.array<float>(1), c.n)
+BERTFAST_CASE(copy_valid_4, copy_valid<false>, c.array<float>(0), c.array<float>(1), c.n)
 
 #define MULTIPLY(name, type, mistake)                                                                  \
   BERTFAST_CASE(name, (multiply_matrices<type, Mistake::mistake>), c.array<type>(0), c.array<type>(1), \
