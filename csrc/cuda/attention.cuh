@@ -186,16 +186,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, 1) attention_fwd_kernel(const
     }
     multiply_add<T>(out, p, values, stage * kKeys);
   };
-  step(std::true_type(), last, 0);
-  int stage = 1;
-  for (int first = 0; first < last; first += kKeys) {
-    copy_async_wait<0>();
-    // Copies of all threads have landed, and none still reads the other stage.
-    sync_threads();
-    if (first + kKeys < last) copy(first + kKeys, 1 - stage);
-    step(std::false_type(), first, stage);
-    stage = 1 - stage;
-  }
+  walk_blocks<kKeys>(0, last, copy, step);
 
   const Place own = kept.place();
   const int64_t stats_at = stats_row(in, own) + first_query + own_row;

@@ -210,16 +210,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, 1) attention_bwd_kernel_dq(co
     }
     multiply_add<T>(dq, ds, keys, stage * kKeys);
   };
-  step(std::true_type(), last, 0);
-  int stage = 1;
-  for (int first = 0; first < last; first += kKeys) {
-    copy_async_wait<0>();
-    // Copies of all threads have landed, and none still reads the other stage.
-    sync_threads();
-    if (first + kKeys < last) copy(first + kKeys, 1 - stage);
-    step(std::false_type(), first, stage);
-    stage = 1 - stage;
-  }
+  walk_blocks<kKeys>(0, last, copy, step);
   const Place own = kept.place();
   store_products(dq[0], {in.scale, in.scale}, queries, own_row,
                  args.dquery.at(own.batch, own.head, own.begin_q + first_query + own_row), args.dquery.stride_row,
@@ -296,16 +287,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, 1) attention_bwd_kernel_dk_dv
     multiply_add<T>(dv, p, douts, stage * kQueries);
     multiply_add<T>(dk, ds, queries, stage * kQueries);
   };
-  step(std::true_type(), last, 0);
-  int stage = 1;
-  for (int first = begin; first < last; first += kQueries) {
-    copy_async_wait<0>();
-    // Copies of all threads have landed, and none still reads the other stage.
-    sync_threads();
-    if (first + kQueries < last) copy(first + kQueries, 1 - stage);
-    step(std::false_type(), first, stage);
-    stage = 1 - stage;
-  }
+  walk_blocks<kQueries>(begin, last, copy, step);
 
   const Place own = kept.place();
   if (in.mask.kind == MaskKind::kBoolByKey) {

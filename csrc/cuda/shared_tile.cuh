@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "intrinsics.cuh"
 
@@ -101,5 +102,22 @@ class SharedTile {
 
   Shared<T> data_;
 };
+
+// Steps through the block at `last`, then those from `begin` up to it, kStep apart. Their tiles have two stages:
+// step(is_first, first, stage) reads one while copy(first, stage) fills the other. `last` has landed in stage 0, and
+// the copy of `begin` to stage 1 has begun, if there is one. All threads of the block must call.
+template <int kStep, class Copy, class Step>
+__device__ __forceinline__ void walk_blocks(int begin, int last, const Copy& copy, const Step& step) {
+  step(std::true_type(), last, 0);
+  int stage = 1;
+  for (int first = begin; first < last; first += kStep) {
+    copy_async_wait<0>();
+    // Copies of all threads have landed, and none still reads the other stage.
+    sync_threads();
+    if (first + kStep < last) copy(first + kStep, 1 - stage);
+    step(std::false_type(), first, stage);
+    stage = 1 - stage;
+  }
+}
 
 }  // namespace bertfast
