@@ -10,6 +10,8 @@ The order for `"auto"` is, by device of the inputs:
     cpu    cpu, torch
     other  torch
 
+Ops that know better by the sizes of an eager call say so (`automatic`).
+
 `use_backend` and the ops' `backend=` replace that order; what they name must serve the call or the call raises.
 """
 
@@ -152,7 +154,7 @@ def _names(items: frozenset) -> str:
 
 
 _capabilities: dict[tuple[str, str], Capability] = {}
-_choices: dict[tuple[Call, tuple[str, ...] | None], Capability] = {}
+_choices: dict[tuple[Call, tuple[str, ...] | None, tuple[str, ...] | None], Capability] = {}
 
 
 class _Pinned(threading.local):
@@ -289,8 +291,9 @@ def _automatic_order(device: str) -> tuple[str, ...]:
     return AUTO_ORDER.get(device, ("torch",))
 
 
-def choose(call: Call, backend: str | None = None) -> Capability:
-    """The capability that serves `call`: of `backend` if given, else of the pinned order, else of the automatic one.
+def choose(call: Call, backend: str | None = None, automatic: tuple[str, ...] | None = None) -> Capability:
+    """The capability that serves `call`: of `backend` if given, else of the pinned order, else of the automatic one,
+    `automatic` if given.
 
     Raises:
         BackendError: nothing that may serve the call can.
@@ -299,16 +302,19 @@ def choose(call: Call, backend: str | None = None) -> Capability:
     order = _pinned.order if backend is None else _order((backend,))
     if torch.compiler.is_compiling():
         return _select(call, order)
-    choice = _choices.get((call, order))
+    key = call, order, automatic if order is None else None
+    choice = _choices.get(key)
     if choice is None:
-        choice = _choices[call, order] = _select(call, order)
+        choice = _choices[key] = _select(call, order, automatic)
         if call.device == "cpu" and choice.backend == "torch" and backend is None and _pinned.order is None:
             _extension.warn_pure_python()
     return choice
 
 
-def _select(call: Call, named: tuple[str, ...] | None) -> Capability:
-    order = _automatic_order(call.device) if named is None else named
+def _select(
+    call: Call, named: tuple[str, ...] | None, automatic: tuple[str, ...] | None = None
+) -> Capability:
+    order = named or automatic or _automatic_order(call.device)
     for backend in order:
         capability = _capabilities.get((call.op, backend))
         if capability is None or capability.not_supported_reasons(call):

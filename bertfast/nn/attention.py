@@ -11,7 +11,7 @@ from bertfast.dropout import apply_dropout
 from bertfast.nn.plain import is_plain
 
 # The backends that compute query, key and value as one.
-KERNELS = frozenset({"triton"})
+KERNELS = frozenset({"triton", "cuda"})
 
 
 def qkv_projection(hidden_states: Tensor, query: nn.Module, key: nn.Module, value: nn.Module) -> tuple[Tensor, ...]:

@@ -19,7 +19,15 @@ from bertfast.ops._autocast import to_autocast, without_autocast
 from bertfast.ops._checks import check_required, check_same_dtype, check_shape, check_tensors
 from bertfast.ops._library import TRITON_DEVICES, cuda_unavailable, extension_unavailable, triton_unavailable
 from bertfast.ops._once import distinct, once
-from bertfast.ops.linear_gelu import BWD, FWD, check_linear, checkpointed, linear_gradients, rows_of
+from bertfast.ops.linear_gelu import (
+    BWD,
+    automatic_order,
+    check_linear,
+    checkpointed,
+    forward,
+    linear_gradients,
+    rows_of,
+)
 
 
 @without_autocast
@@ -45,7 +53,7 @@ class _FeedForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w_in, b_in, w_out, b_out, seed, activation, dropout_p, recompute, backend):
-        hidden, pre = FWD[backend](x, w_in, b_in, activation, seed, dropout_p, not recompute)
+        hidden, pre = forward(backend, x, w_in, b_in, activation, seed, dropout_p, not recompute)
         ctx.save_for_backward(x, w_in, b_in, w_out, seed, None if recompute else pre)
         ctx.backend, ctx.activation, ctx.dropout_p, ctx.recompute = backend, activation, dropout_p, recompute
         return F.linear(hidden, w_out, b_out)
@@ -63,7 +71,7 @@ def _fused(x, w_in, b_in, w_out, b_out, activation, dropout_p, seed, recompute, 
     if grad:
         inputs = distinct(x, w_in, b_in, w_out, b_out)
         return _FeedForward.apply(*inputs, seed, activation, dropout_p, recompute, backend)
-    return F.linear(FWD[backend](x, w_in, b_in, activation, seed, dropout_p, False)[0], w_out, b_out)
+    return F.linear(forward(backend, x, w_in, b_in, activation, seed, dropout_p, False)[0], w_out, b_out)
 
 
 def _torch(x, w_in, b_in, w_out, b_out, activation, dropout_p, seed, recompute, backend, grad):
@@ -132,7 +140,7 @@ def feed_forward(
         dropout_p=dropout_p,
         features=(activation if isinstance(activation, str) else "callable activation",),
     )
-    chosen = choose(call, backend)
+    chosen = choose(call, backend, automatic_order(x, w_in.shape[0]))
     return chosen.implementation(
         x,
         w_in,

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from bertfast.backends import FLOAT, HALF, Capability, choose, describe, is_transformed, needs_grad, register
+from bertfast.kernels import tiles
 from bertfast.ops._autocast import to_autocast, without_autocast
 from bertfast.ops._checks import check_rank, check_required, check_same_dtype, check_shape, check_tensors
 from bertfast.ops._library import TRITON_DEVICES, cuda_unavailable, define, extension_unavailable, triton_unavailable
@@ -36,14 +37,20 @@ def _bwd_fake(dout, pre, activation, seed, dropout_p, need_out, has_bias):
 
 # dropout(activation(x weight^T + bias)): `activation` is a value of `bertfast.activations.FORMULAS`, the mask that of
 # the op feed_forward. `pre` is what the activation gets; on cpu always empty.
+FWD_SIGNATURE = (
+    "(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? seed, float dropout_p, bool need_pre)"
+    " -> (Tensor out, Tensor pre)"
+)
 FWD = define(
     "linear_gelu_fwd",
-    "(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? seed, float dropout_p, bool need_pre)"
-    " -> (Tensor out, Tensor pre)",
+    FWD_SIGNATURE,
     _fwd_fake,
     ("triton", "cuda", "cpu"),
     launcher="linear_gelu",
 )
+# The same by torch's GEMM and a pass over its product, whatever the sizes. What `cuda` has for fp32 and for rows that
+# 16-byte accesses do not fit is this too.
+SEPARATE_FWD = define("linear_gelu_separate_fwd", FWD_SIGNATURE, _fwd_fake, ("cuda",))["cuda"]
 # The gradient of `pre`, `out` once more where it is needed, and the sum of the gradient over rows in fp32.
 BWD = define(
     "linear_gelu_bwd",
@@ -53,6 +60,41 @@ BWD = define(
     ("triton", "cuda"),
     launcher="bias_activation",
 )
+
+
+def gemm_forms(x: Tensor, width_out: int) -> tuple[str, ...] | None:
+    """`tiles.gemm_forms` of a linear layer on `x`; None where it does not say: not on a GPU, not in half precision, or
+    in a trace, which knows no sizes."""
+    if torch.compiler.is_compiling() or not x.is_cuda or x.dtype not in HALF:
+        return None
+    major, minor = torch.cuda.get_device_capability(x.device)
+    if major < 8:
+        return None
+    width_in = x.shape[-1]
+    return tiles.gemm_forms(x.numel() // max(width_in, 1), width_out, width_in, 10 * major + minor)
+
+
+def automatic_order(x: Tensor, width_out: int) -> tuple[str, ...] | None:
+    """The backends of a linear layer on `x` as the automatic choice takes them, where sizes decide."""
+    forms = gemm_forms(x, width_out)
+    return forms and (*(form for form in forms if form != "separate"), "torch")
+
+
+def forward(
+    backend: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    seed: Tensor | None,
+    dropout_p: float,
+    need_pre: bool,
+) -> tuple[Tensor, Tensor]:
+    """The op `FWD` of a backend, or `SEPARATE_FWD` where that is the better one of two."""
+    forms = gemm_forms(x, weight.shape[0]) if backend == "cuda" else None
+    is_separate = forms is not None and forms.index("separate") < forms.index("cuda")
+    op = SEPARATE_FWD if is_separate else FWD[backend]
+    return op(x, weight, bias, activation, seed, dropout_p, need_pre)
 
 
 def linear_gradients(dpre: Tensor, x: Tensor, weight: Tensor, wants_x: bool, wants_weight: bool):
@@ -83,7 +125,7 @@ class _LinearGelu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, activation, recompute, backend):
-        out, pre = FWD[backend](x, weight, bias, activation, None, 0.0, not recompute)
+        out, pre = forward(backend, x, weight, bias, activation, None, 0.0, not recompute)
         ctx.save_for_backward(x, weight, bias, None if recompute else pre)
         ctx.backend, ctx.activation, ctx.recompute = backend, activation, recompute
         return out
@@ -98,7 +140,7 @@ def _fused(x, weight, bias, approximate, recompute, backend, grad):
     activation = _FORMULA[approximate]
     if grad:
         return _LinearGelu.apply(*distinct(x, weight, bias), activation, recompute, backend)
-    return FWD[backend](x, weight, bias, activation, None, 0.0, False)[0]
+    return forward(backend, x, weight, bias, activation, None, 0.0, False)[0]
 
 
 def checkpointed(recompute: bool, function, *arguments):
@@ -153,7 +195,8 @@ def linear_gelu(
     x, weight, bias = to_autocast(x, weight, bias)
     check_same_dtype(("x", "weight", "bias"), x, weight, bias)
     grad = needs_grad(x, weight, bias)
-    chosen = choose(describe("linear_gelu", (x, weight, bias), grad=grad), backend)
+    call = describe("linear_gelu", (x, weight, bias), grad=grad)
+    chosen = choose(call, backend, automatic_order(x, weight.shape[0]))
     return chosen.implementation(x, weight, bias, approximate, recompute_activation, chosen.backend, grad)
 
 

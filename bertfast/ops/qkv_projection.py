@@ -16,9 +16,9 @@ from bertfast.backends import FLOAT, HALF, Capability, choose, describe, needs_g
 from bertfast.kernels import tiles
 from bertfast.ops._autocast import to_autocast, without_autocast
 from bertfast.ops._checks import check_rank, check_required, check_same_dtype, check_shape, check_tensors
-from bertfast.ops._library import TRITON_DEVICES, define, extension_unavailable, triton_unavailable
+from bertfast.ops._library import TRITON_DEVICES, cuda_unavailable, define, extension_unavailable, triton_unavailable
 from bertfast.ops._once import distinct
-from bertfast.ops.linear_gelu import rows_of
+from bertfast.ops.linear_gelu import automatic_order, rows_of
 
 _NAMES = ("x", "weights[0]", "weights[1]", "weights[2]", "biases[0]", "biases[1]", "biases[2]")
 
@@ -32,7 +32,7 @@ _FWD = define(
     "(Tensor x, Tensor weight_q, Tensor weight_k, Tensor weight_v, Tensor? bias_q, Tensor? bias_k, Tensor? bias_v)"
     " -> Tensor",
     _fwd_fake,
-    ("triton",),
+    ("triton", "cuda"),
     launcher="qkv_projection",
 )
 
@@ -76,7 +76,7 @@ def _plus_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
 def _fused(backend, x, weights, biases, grad, compute):
     if grad:
         return _QkvProjection.apply(*distinct(x, *weights, *biases), backend)
-    if not torch.compiler.is_compiling() and compute is not None and x.dtype in HALF:
+    if backend == "triton" and not torch.compiler.is_compiling() and compute is not None and x.dtype in HALF:
         width, width_in = weights[0].shape
         rows = x.numel() // max(width_in, 1)
         if tiles.qkv_weights_are_packed(rows, 3 * width, width_in, 10 * compute[0] + compute[1]):
@@ -136,7 +136,8 @@ def qkv_projection(
     check_same_dtype(_NAMES, x, *parameters)
     grad = needs_grad(x, *parameters)
     call = describe("qkv_projection", (x, *parameters), grad=grad)
-    return choose(call, backend).implementation(x, parameters[:3], parameters[3:], grad, call.compute)
+    chosen = choose(call, backend, automatic_order(x, 3 * weights[0].shape[0]))
+    return chosen.implementation(x, parameters[:3], parameters[3:], grad, call.compute)
 
 
 register(Capability("qkv_projection", "torch", _torch))
@@ -150,6 +151,18 @@ register(
         auto_dtypes=HALF,
         min_compute=(8, 0),
         unavailable=triton_unavailable,
+    )
+)
+register(
+    Capability(
+        "qkv_projection",
+        "cuda",
+        functools.partial(_fused, "cuda"),
+        devices=frozenset({"cuda"}),
+        dtypes=FLOAT,
+        auto_dtypes=HALF,
+        min_compute=(8, 0),
+        unavailable=cuda_unavailable,
     )
 )
 register(

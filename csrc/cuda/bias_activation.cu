@@ -4,6 +4,9 @@
 // Bytes for M rows of width N of e-byte elements: product read, out written, 2 M N e, and M N e more where pre is
 // wanted and is not the product: the floor.
 //
+// Behind a GEMM in parts, which have the bias:     pre = sum over parts
+// Bytes: 4 M N for each part, and M N e written, twice with pre.
+//
 // Backward, in front of the two GEMMs of dx and dweight:
 //     dpre = dropout'(dout) * act'(pre),    dbias = sum_rows(dpre)
 //     out  = dropout(act(pre)), for the gradient of the next layer's weight, where nobody kept it
@@ -13,10 +16,7 @@
 // A thread has the same 8 columns (4 of fp32) in each row that its block walks over: bias and dbias stay in registers.
 #include <algorithm>
 
-#include "activations.cuh"
-#include "bias_activation.h"
-#include "packed.cuh"
-#include "philox.cuh"
+#include "bias_activation.cuh"
 
 namespace bertfast {
 namespace {
@@ -54,19 +54,14 @@ template <class T>
 struct Forward {
   Source<T> product;
   Source<T> bias;
-  Target<T> out, pre;
-  Dropout<kStreamFeedForward> dropout;
-  Formula formula;
+  Ending<T> ending;
   int64_t rows;
   int width;
 
   __host__ explicit Forward(const BiasActivationFwdArgs& a)
       : product(a.product),
         bias(a.bias),
-        out(a.out),
-        pre(a.pre),
-        dropout(a.dropout),
-        formula(a.formula),
+        ending(a.out, a.pre, a.dropout, a.formula),
         rows(a.rows),
         width(a.width) {}
 };
@@ -75,7 +70,7 @@ template <class T, bool kVector>
 __global__ void __launch_bounds__(kThreads) bias_activation_fwd_kernel(const Forward<T> args) {
   const Stripe<T> stripe(args.width);
   constexpr int N = stripe.N;
-  const auto key = args.dropout.key();
+  const auto key = args.ending.dropout.key();
   const int64_t first = stripe.block * kRows;
   const int rows = static_cast<int>(min(args.rows - first, static_cast<int64_t>(kRows)));
   typename Source<T>::template Packet<N> product[kRows], bias[1];
@@ -89,18 +84,44 @@ __global__ void __launch_bounds__(kThreads) bias_activation_fwd_kernel(const For
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     if (r >= rows) break;
-    const int64_t at = (first + r) * args.width + stripe.column;
     float values[N];
 #pragma unroll
     for (int k = 0; k < N; ++k) values[k] = args.bias ? product[r][k] + bias[0][k] : product[r][k];
-    if (args.pre) args.pre.template store<kVector>(at, stripe.count, values);
-    with_activation(args.formula, [&](auto activation) {
-#pragma unroll
-      for (int k = 0; k < N; ++k) values[k] = activation.value(values[k]);
-    });
-    if (args.dropout) args.dropout.apply(key, first + r, stripe.column, values);
-    args.out.template store<kVector>(at, stripe.count, values);
+    args.ending.store(key, first + r, stripe.column, (first + r) * args.width + stripe.column, stripe.count, kVector,
+                      values);
   }
+}
+
+template <class T>
+struct Parts {
+  Global<const float> partial;
+  Ending<T> ending;
+  int64_t rows;
+  int parts, width;
+
+  __host__ explicit Parts(const BiasActivationPartsArgs& a)
+      : partial(a.partial),
+        ending(a.out, a.pre, a.dropout, a.formula),
+        rows(a.rows),
+        parts(a.parts),
+        width(a.width) {}
+};
+
+template <class T, bool kVector>
+__global__ void __launch_bounds__(kThreads) bias_activation_fwd_kernel_parts(const Parts<T> args) {
+  const Stripe<T> stripe(args.width);
+  constexpr int N = stripe.N;
+  const auto key = args.ending.dropout.key();
+  const int64_t at = stripe.block * args.width + stripe.column;
+  float values[N] = {};
+#pragma unroll 4
+  for (int part = 0; part < args.parts; ++part) {
+    const Global<const float> own = args.partial + (part * args.rows * args.width + at);
+    const Packet<float, N> packet = load_packet<kVector, N, float>(own, stripe.count);
+#pragma unroll
+    for (int k = 0; k < N; ++k) values[k] += packet[k];
+  }
+  args.ending.store(key, stripe.block, stripe.column, at, stripe.count, kVector, values);
 }
 
 template <class T>
@@ -186,6 +207,16 @@ void launch_bias_activation_fwd(const BiasActivationFwdArgs& a, cudaStream_t str
     }
     launch("bias_activation_fwd", vector ? bias_activation_fwd_kernel<T, true> : bias_activation_fwd_kernel<T, false>,
            ((a.rows - 1) / kRows + 1) * stripes_of<T>(a.width), 1, kThreads, 0, stream, Forward<T>(a));
+  });
+}
+
+void launch_bias_activation_fwd_parts(const BiasActivationPartsArgs& a, cudaStream_t stream) {
+  with_dtype(a.out.dtype, [&](auto type) {
+    using T = decltype(type);
+    const bool vector = a.width % kPacket<T> == 0 && fits_words(a.out, a.width) && fits_words(a.pre, a.width);
+    launch("bias_activation_fwd_parts",
+           vector ? bias_activation_fwd_kernel_parts<T, true> : bias_activation_fwd_kernel_parts<T, false>,
+           a.rows * stripes_of<T>(a.width), 1, kThreads, 0, stream, Parts<T>(a));
   });
 }
 

@@ -35,6 +35,15 @@ struct BiasActivationFwdArgs {
   int width;
 };
 
+struct BiasActivationPartsArgs {
+  const float* partial;  // (parts, rows, width): with bias, what the activation gets is their sum
+  Array out, pre;        // (rows, width) contiguous, of one dtype; pre null where it is not wanted
+  DropoutArgs dropout;
+  Formula formula;
+  int64_t rows;
+  int parts, width;
+};
+
 struct BiasActivationBwdArgs {
   ConstArray dout, pre;  // (rows, width), unit stride in the last dimension
   Array dpre, out;       // contiguous, all four of one dtype; out may be null
@@ -47,6 +56,7 @@ struct BiasActivationBwdArgs {
 };
 
 void launch_bias_activation_fwd(const BiasActivationFwdArgs& args, cudaStream_t stream);
+void launch_bias_activation_fwd_parts(const BiasActivationPartsArgs& args, cudaStream_t stream);
 void launch_bias_activation_bwd(const BiasActivationBwdArgs& args, cudaStream_t stream);
 
 // How many blocks walk over the rows of each stripe of columns in a backward pass, and leave as many partial sums.

@@ -1,4 +1,5 @@
-// The ops linear_gelu_{fwd,bwd} on CUDA: the GEMM is torch's, bias, activation and dropout are one pass behind it.
+// The ops linear_gelu_fwd, linear_gelu_separate_fwd and linear_gelu_bwd on CUDA. The GEMM of the first has bias,
+// activation and dropout with it; that of the second is torch's, and they are one pass behind it.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -10,6 +11,7 @@
 #include "arguments.h"
 #include "bias_activation.h"
 #include "column_sum.h"
+#include "gemm_arguments.h"
 #include "linear.h"
 
 namespace bertfast {
@@ -28,17 +30,21 @@ Formula formula_of(const std::string& name) {
   STD_TORCH_CHECK(false, "activation: expected a formula of bertfast.activations.FORMULAS, got ", name);
 }
 
-std::tuple<Tensor, Tensor> linear_gelu_fwd(Tensor x, Tensor weight, std::optional<Tensor> bias, std::string activation,
-                                           std::optional<Tensor> seed, double dropout_p, bool need_pre) {
+void check_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
   check_float("x", x);
   check_min_dim("x", x, 1);
   STD_TORCH_CHECK(weight.dim() == 2 && weight.size(1) == x.size(x.dim() - 1), "weight: expected shape (N, ",
                   x.size(x.dim() - 1), "), got ", shape_of(weight));
-  const int64_t width = weight.size(0);
-  if (bias) {
-    check_vector("bias", *bias, width);
-    check_same_dtype("bias", *bias, "x", x);
-  }
+  check_same_dtype("weight", weight, "x", x);
+  if (!bias) return;
+  check_vector("bias", *bias, weight.size(0));
+  check_same_dtype("bias", *bias, "x", x);
+}
+
+std::tuple<Tensor, Tensor> linear_gelu_separate_fwd(Tensor x, Tensor weight, std::optional<Tensor> bias,
+                                                    std::string activation, std::optional<Tensor> seed,
+                                                    double dropout_p, bool need_pre) {
+  check_linear(x, weight, bias);
   const Formula formula = formula_of(activation);
   const OnDevice on(x);
   // The bias may cancel the product: in half precision it belongs in front of the rounding, in fp32 it rides along.
@@ -61,8 +67,31 @@ std::tuple<Tensor, Tensor> linear_gelu_fwd(Tensor x, Tensor weight, std::optiona
   args.dropout = dropout_of(seed, dropout_p);
   args.formula = formula;
   args.rows = rows_of(sizes);
-  args.width = static_cast<int>(width);
+  args.width = static_cast<int>(weight.size(0));
   launch_bias_activation_fwd(args, on.stream());
+  return {out, pre};
+}
+
+std::tuple<Tensor, Tensor> linear_gelu_fwd(Tensor x, Tensor weight, std::optional<Tensor> bias, std::string activation,
+                                           std::optional<Tensor> seed, double dropout_p, bool need_pre) {
+  check_linear(x, weight, bias);
+  const OnDevice on(x);
+  const Tensor x_rows = as_rows(x), weight_rows = as_rows(weight);
+  if (!fits_gemm(x_rows) || !fits_gemm(weight_rows)) {
+    return linear_gelu_separate_fwd(x, weight, bias, activation, seed, dropout_p, need_pre);
+  }
+  std::vector<int64_t> sizes = sizes_of(x);
+  sizes.back() = weight.size(0);
+  const Tensor out = new_empty(x, sizes, x.scalar_type());
+  const Tensor pre = new_empty(x, need_pre ? sizes : std::vector<int64_t>{0}, x.scalar_type());
+  bias = as_contiguous(bias);
+  GemmArgs args{};
+  args.out = mutable_array_of(out);
+  args.pre = mutable_array_of(pre);
+  args.dropout = dropout_of(seed, dropout_p);
+  args.formula = formula_of(activation);
+  if (out.numel() == 0) return {out, pre};
+  run_gemm(args, x_rows, {weight_rows}, {bias}, out, on);
   return {out, pre};
 }
 
@@ -110,5 +139,6 @@ std::tuple<Tensor, Tensor, Tensor> linear_gelu_bwd(Tensor dout, Tensor pre, std:
 
 STABLE_TORCH_LIBRARY_IMPL(bertfast, BERTFAST_CUDA_KEY, m) {
   m.impl("linear_gelu_fwd_cuda", TORCH_BOX(&bertfast::linear_gelu_fwd));
+  m.impl("linear_gelu_separate_fwd_cuda", TORCH_BOX(&bertfast::linear_gelu_separate_fwd));
   m.impl("linear_gelu_bwd_cuda", TORCH_BOX(&bertfast::linear_gelu_bwd));
 }

@@ -80,19 +80,20 @@ __device__ __forceinline__ void multiply(float (&first)[4], float (&second)[4], 
   multiply_16x8x16<T>(second, left, right[1]);
 }
 
-// Left factors of 16 rows of a tile from `row` on, for multiply_transposed.
-template <class Tile>
+// Left factors of kM * 16 rows of a tile from `row` on, for multiply_transposed.
+template <int kM = 1, class Tile>
 __device__ __forceinline__ auto left_of(const Tile& tile, int row) {
-  return [&tile, row](uint32_t (&fragments)[1][4], int k) { tile.load_left(fragments[0], row, k); };
+  return [tile, row](uint32_t (&fragments)[kM][4], int k) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) tile.from(m * 16).load_left(fragments[m], row, k);
+  };
 }
 
-// products = left right^T for kM * 16 rows; `load_left(fragments, k)` gives those of columns k to k + 15 of `left`.
+// sums += left right^T for kM * 16 rows; `load_left(fragments, k)` gives those of columns k to k + 15 of `left`.
 // `right` has kN * 8 rows from `row` on.
 template <class T, int kDepth, int kM, int kN, class LoadLeft, class Right>
-__device__ __forceinline__ void multiply_transposed(float (&products)[kM][kN][4], const LoadLeft& load_left,
-                                                    const Right& right, int row) {
-#pragma unroll
-  for (int m = 0; m < kM; ++m) for_each(products[m], [](float& product, int, int) { product = 0; });
+__device__ __forceinline__ void multiply_add_transposed(float (&sums)[kM][kN][4], const LoadLeft& load_left,
+                                                        const Right& right, int row) {
 #pragma unroll
   for (int k = 0; k < kDepth; k += 16) {
     uint32_t of_left[kM][4];
@@ -100,11 +101,20 @@ __device__ __forceinline__ void multiply_transposed(float (&products)[kM][kN][4]
 #pragma unroll
     for (int n = 0; n < kN; n += 2) {
       uint32_t of_right[2][2];
-      right.load_right_of_transposed(of_right, row + n * 8, k);
+      right.from(n * 8).load_right_of_transposed(of_right, row, k);
 #pragma unroll
-      for (int m = 0; m < kM; ++m) multiply<T>(products[m][n], products[m][n + 1], of_left[m], of_right);
+      for (int m = 0; m < kM; ++m) multiply<T>(sums[m][n], sums[m][n + 1], of_left[m], of_right);
     }
   }
+}
+
+// products = left right^T, the same.
+template <class T, int kDepth, int kM, int kN, class LoadLeft, class Right>
+__device__ __forceinline__ void multiply_transposed(float (&products)[kM][kN][4], const LoadLeft& load_left,
+                                                    const Right& right, int row) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m) for_each(products[m], [](float& product, int, int) { product = 0; });
+  multiply_add_transposed<T, kDepth>(products, load_left, right, row);
 }
 
 // sums += left right for kM * 16 rows; `left` are products, kK * 8 columns of them, `right` has as many rows from `row`

@@ -37,6 +37,10 @@ class SharedTile {
     return data_ + row * kColumns + (column / 8 ^ swizzle(row)) * 8;
   }
 
+  // The tile from a row on, a multiple of 8: addresses of the same rows of several such are one, and numbers known to
+  // the compiler.
+  __device__ __forceinline__ SharedTile from(int row) const { return SharedTile(data_ + row * kColumns); }
+
   // Begins to copy kCount rows of `source`, from `first` on, to rows `row` on; 0 beyond its rows and columns. All
   // kThreads threads of the block must call.
   template <int kThreads, int kCount>
@@ -91,6 +95,8 @@ class SharedTile {
   }
 
  private:
+  __device__ __forceinline__ explicit SharedTile(const Shared<T>& data) : data_(data) {}
+
   // Rows of 64 or 192 bytes begin at one of two banks in turn, so that pairs of them have to differ; others at the
   // same.
   __device__ __forceinline__ static int swizzle(int row) { return kPackets % 8 == 0 ? row % 8 : row / 2 % 4; }
