@@ -16,6 +16,7 @@ from torch import Tensor
 from bertfast import backends, ops
 from bertfast.benchmarks import measure
 from bertfast.benchmarks.device_check import Report
+from bertfast.ops.linear_gelu import FWD, SEPARATE_FWD
 
 DTYPE = torch.bfloat16
 WIDTH, FEED_FORWARD = 768, 3072
@@ -51,6 +52,7 @@ def timings(report: Report) -> None:
     rounds, seconds = (15, 0.005) if on_gpu else (3, 0.001)
     peaks = _peaks(report, rounds, stopwatch)
     for m in rows:
+        _gemms(report, m, width, inner, rounds, seconds, stopwatch)
         around, attention = _cases(m, width, inner, report.device), _attention_cases(m, lengths, width, report.device)
         for case in chain(around, attention):
             if report.seconds_left() < CASE_SECONDS:
@@ -93,6 +95,34 @@ def _peaks(report: Report, rounds: int, stopwatch) -> dict[str, float]:
     peaks = {"bandwidth": 2 * source.nbytes / copy, "matmul": 2 * size**3 / matmul}
     report.measured("peaks", GB_per_second=peaks["bandwidth"] / 1e9, TFLOP_per_second=peaks["matmul"] / 1e12)
     return peaks
+
+
+def _gemms(report: Report, m: int, n: int, f: int, rounds: int, seconds: float, stopwatch) -> None:
+    """Each way to linear_gelu's forward that serves the device, whatever the table of sizes says (`tiles.gemm_forms`
+    is to be replaced by these numbers), against torch's GEMM alone."""
+    title = f"linear_gelu by its forms ({m},{n},{f})"
+    if report.seconds_left() < CASE_SECONDS:
+        report.not_run(title, "out of time")
+        return
+    with report.guard(title):
+        x, weight = (torch.randn(rows, n, device=report.device).to(DTYPE) for rows in (m, f))
+        bias = torch.zeros(f, dtype=DTYPE, device=report.device)
+        serving = [c.backend for c in backends.candidates() if c.op == "linear_gelu" and _serves(c, report.device)]
+        forms = {name: op for name, op in FWD.items() if name in serving}
+        forms |= {"cuda, separate": SEPARATE_FWD} if "cuda" in serving else {}
+        arguments = x, weight, bias, "gelu", None, 0.0, False
+        calls = {name: partial(op, *arguments) for name, op in forms.items()}
+        calls["GEMM"] = partial(torch.nn.functional.linear, *arguments[:3])
+        taken = measure.interleave(calls, rounds=rounds, min_seconds=seconds, stopwatch=stopwatch)
+        alone = taken["GEMM"].quantiles.median
+        for name, timing in taken.items():
+            median = timing.quantiles.median
+            report.measured(
+                f"{title}, {name}",
+                ms={key: 1e3 * value for key, value in asdict(timing.quantiles).items()},
+                TFLOP_per_second=2 * m * n * f / median / 1e12,
+                of_gemm=alone / median,
+            )
 
 
 def _cases(m: int, n: int, f: int, device: str) -> Iterator[OpTiming]:

@@ -188,17 +188,17 @@ _FUSED_UP_TO = {80: 4096, 90: 3072, 100: 2048, 120: 3072}
 # Who computes a linear layer in half precision, best first: the kernels in Triton or in CUDA C++, or "separate", torch's
 # GEMM and a second pass. By capability (that and above, up to the next) and by what there is to do:
 #
+#     deep    more than 64 rows, and K beyond `_FUSED_UP_TO`
 #     few     up to 64 rows, or fewer tiles of 128 x 128 than multiprocessors. Weights and launches are waited for, not
 #             products: the launch in C++ costs the host less, and mma.sync is fast enough on every card
-#     deep    more, and K beyond `_FUSED_UP_TO`
-#     many    the others. wgmma and tcgen05 (90, 100) have half as much again as mma.sync of the peak, and more: more
-#             than a second pass costs from K = 600 on. With mma.sync on both sides (80, 120) Triton's and ours are equals
+#     many    the others. wgmma and tcgen05 (90, 100) have half as much again of the peak as mma.sync, or more, which is
+#             more than a second pass costs from K = 600 on. With mma.sync on both sides (80, 120) the kernels are equals
 #
 # Reasoned, not measured.
 _MMA_SYNC = {
+    "deep": ("separate", "triton", "cuda"),
     "few": ("cuda", "triton", "separate"),
     "many": ("triton", "cuda", "separate"),
-    "deep": ("separate", "triton", "cuda"),
 }
 _GEMM_FORMS = {80: _MMA_SYNC, 90: {**_MMA_SYNC, "many": ("triton", "separate", "cuda")}, 120: _MMA_SYNC}
 
@@ -211,11 +211,11 @@ def _of_capability(table: dict, capability: int):
 def gemm_forms(rows: int, width_out: int, width_in: int, capability: int) -> tuple[str, ...]:
     """Who computes a linear layer in half precision, "triton", "cuda" and "separate", best first: see `_GEMM_FORMS`.
     Multiprocessors are those of the largest card of the capability."""
-    tiles = cdiv(rows, 128) * cdiv(width_out, 128)
-    if rows <= 64 or tiles < _of_capability(MULTIPROCESSORS, capability):
-        size = "few"
+    if rows > 64 and width_in > _of_capability(_FUSED_UP_TO, capability):
+        size = "deep"
     else:
-        size = "deep" if width_in > _of_capability(_FUSED_UP_TO, capability) else "many"
+        tiles = cdiv(rows, 128) * cdiv(width_out, 128)
+        size = "few" if rows <= 64 or tiles < _of_capability(MULTIPROCESSORS, capability) else "many"
     return _of_capability(_GEMM_FORMS, capability)[size]
 
 
@@ -236,7 +236,7 @@ def linear_gelu_fwd(
     * Dropout: "separate". Its random words want another layout than accumulators have.
     * fp32 without TF32 beyond 64 rows: "separate". cuBLAS's FMA loop is better by more than the second pass costs.
     * Few tiles: "split", also up to 64 rows of fp32: such calls wait for weights and launches, not for arithmetic.
-    * K beyond `_FUSED_UP_TO`: "separate".
+    * Where `gemm_forms` says so: "separate".
     * Else one kernel: "persistent" on 90 and 100 where descriptors can hold the tensors, or "tile". On 120 two programs
       of "tile" fit into 99 KiB and hide each other's epilogues, as one persistent program would (which spills there
       with Triton 3.6).
@@ -254,7 +254,8 @@ def linear_gelu_fwd(
         return GemmPlan("separate", tile, 1)
     if splits > 1:
         return GemmPlan("split", tile, splits)
-    if rows > 64 and width_in > _of_capability(_FUSED_UP_TO, capability):
+    forms = gemm_forms(rows, width_out, width_in, capability)
+    if forms.index("separate") < forms.index("triton"):
         return GemmPlan("separate", tile, 1)
     if 90 <= capability < 120 and descriptors and item_size == 2 and tile.block_m == 128:
         return GemmPlan("persistent", persistent_tile(rows, width_out, multiprocessors), 1)

@@ -56,6 +56,7 @@ TRITON_TESTS = {
     "attention_mask_bwd": ("test_attention_kernels.py", "test_attention.py"),
 }
 _CUDA_ATTENTION = ("test_cuda_attention.py", "test_attention.py", "test_varlen_attention.py")
+_CUDA_GEMM = ("test_cuda_gemm.py", "test_linear_gelu.py", "test_qkv_projection.py", "test_feed_forward.py")
 CUDA_TESTS = {
     "cuda/packed": ("test_cuda_kernels.py", "test_layer_norm.py", "test_linear_gelu.py"),
     "cuda/philox": ("test_cuda_kernels.py", "test_layer_norm.py", "test_feed_forward.py"),
@@ -67,6 +68,7 @@ CUDA_TESTS = {
     "cuda/layer_norm": ("test_cuda_kernels.py", "test_layer_norm.py"),
     "cuda/embed_layer_norm": ("test_cuda_kernels.py", "test_embed_layer_norm.py"),
     "cuda/bias_activation": ("test_cuda_kernels.py", "test_linear_gelu.py", "test_feed_forward.py"),
+    "cuda/gemm": _CUDA_GEMM,
     "cuda/shared_tile": _CUDA_ATTENTION,
     "cuda/products": _CUDA_ATTENTION,
     "cuda/attention_inputs": _CUDA_ATTENTION,
@@ -92,6 +94,7 @@ CUDA = Kind(
     mutants_of=cpp_mutants.mutants_of,
     counts=lambda test: "cuda" in test,
     install=cpp_mutants.install,
+    install_part=cpp_mutants.install_part,
     budget=15,
 )
 

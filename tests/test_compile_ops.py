@@ -227,12 +227,11 @@ def ops_in(graph):
     return {target for target in targets if target.startswith("bertfast.")}
 
 
-def assert_on_its_backend(graph, pin, op=None):
+def assert_on_its_backend(graph, pin):
     if pin in (INSIDE, AROUND):
         assert ops_in(graph) and all(target.endswith("_triton.default") for target in ops_in(graph))
     elif pin is CUDA:
-        # There is no kernel for the projection: that is torch's.
-        assert ops_in(graph) or op == "qkv_projection"
+        assert ops_in(graph)
         assert all(target.endswith("_cuda.default") for target in ops_in(graph))
 
 

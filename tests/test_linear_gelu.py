@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from bertfast import BackendError, ops
-from helpers import poison
+from helpers import cuda_on_cpu, poison
 from helpers.op_cases import ALL_DTYPES, DTYPES, LinearGelu, backends_for, random
 from helpers.poison import LAYOUTS, poisoned_memory  # noqa: F401
 from helpers.saved import saved_bytes
@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 SERVED = backends_for("linear_gelu")
 EVERY = backends_for("linear_gelu", ALL_DTYPES)
 BACKENDS = sorted({backend for backend, _ in SERVED})
+HALF = (torch.bfloat16, torch.float16)
 
 
 def case(*shape, width_out, dtype, bias=True, layout=poison.contiguous, scale=None, grad=True, **settings):
@@ -128,6 +129,35 @@ def form(request, monkeypatch):
 
 
 FORMS = pytest.mark.parametrize("form", ["tile", "split", "persistent", "separate"], indirect=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "width_out"), [((7, 264), 72), ((130, 88), 136), ((33, 129), 40), ((2, 3, 8), 8), ((5, 24), 1040)]
+)
+@pytest.mark.parametrize("dtype", HALF)
+def test_torchs_gemm_and_the_pass_of_the_cuda_kernels(dtype, shape, width_out):
+    """In half precision as well, where `cuda` has a GEMM of its own (test_cuda_gemm.py)."""
+    for settings in ({}, {"bias": False, "approximate": "tanh"}):
+        with cuda_on_cpu.separate_gemm():
+            assert_parity(case(*shape, width_out=width_out, dtype=dtype, **settings), "cuda")
+
+
+@pytest.mark.parametrize("form", ["cuda", "separate"])
+def test_sizes_decide_between_the_forms_of_cuda(form, monkeypatch):
+    module = importlib.import_module("bertfast.ops.linear_gelu")
+    asked = []
+
+    def forms(x, width_out):
+        asked.append((*x.shape, width_out))
+        return (form, "triton", {"cuda": "separate", "separate": "cuda"}[form])
+
+    monkeypatch.setattr(module, "gemm_forms", forms)
+    inputs = case(7, 24, width_out=16, dtype=torch.float16).inputs
+    before = cuda_on_cpu.counters().all
+    ops.linear_gelu(**inputs, backend="cuda")
+    ops.feed_forward(inputs["x"], inputs["weight"], None, inputs["weight"].t(), None, backend="cuda")
+    made = (cuda_on_cpu.counters().all - before).products
+    assert (made > 0) == (form == "cuda") and set(asked) == {(7, 24, 16)}
 
 
 @pytest.mark.skipif("triton" not in BACKENDS, reason="Triton kernels are not interpreted here")

@@ -123,13 +123,13 @@ def test_second_derivatives(backend):
         torch.testing.assert_close(ours.double(), exact, atol=1e-3, rtol=1e-4)
 
 
-@pytest.mark.skipif("triton" not in BACKENDS, reason="Triton kernels do not run here")
-def test_outputs_are_views_of_one_buffer():
+@pytest.mark.parametrize("backend", sorted({"triton", "cuda"} & set(BACKENDS)))
+def test_outputs_are_views_of_one_buffer(backend):
     inputs = case(2, 7, 48, width_out=40, dtype=torch.float32).inputs
     arguments = inputs["x"], [inputs[f"w{name}"] for name in "qkv"], [inputs[f"b{name}"] for name in "qkv"]
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
-            q, k, v = ops.qkv_projection(*arguments, backend="triton")
+            q, k, v = ops.qkv_projection(*arguments, backend=backend)
         assert [t.stride() for t in (q, k, v)] == [(7 * 120, 120, 1)] * 3
         assert k.data_ptr() - q.data_ptr() == v.data_ptr() - k.data_ptr() == 40 * 4
         assert q.view(2, 7, 5, 8).data_ptr() == q.data_ptr(), "heads are split without a copy"
@@ -212,7 +212,12 @@ def _arguments(**changes):
         ({"weights": (torch.ones(5, 8), None, None)}, TypeError, r"weights\[1\] must be a tensor, got NoneType"),
         ({"weights": (torch.ones(5, 8).half(),) * 3}, ValueError, r"weights\[0\] must have the dtype torch.float32"),
         ({"biases": (torch.ones(5, device="meta"),) * 3}, ValueError, r"biases\[0\] is on meta, expected cpu"),
-        ({"backend": "cuda"}, BackendError, "cuda: "),
+        (
+            {"x": torch.ones(2, 8).double(), "weights": (torch.ones(5, 8).double(),) * 3, "biases": None}
+            | {"backend": "cuda"},
+            BackendError,
+            "cuda: dtype float64",
+        ),
     ],
 )
 def test_wrong_arguments(changes, error, message):
@@ -275,6 +280,7 @@ def test_modules_give_what_their_calls_give(change, backend):
         ("cpu", (), False),
         ("cpu", ("cpu",), False),
         ("cpu", ("triton", "torch"), True),
+        ("cpu", ("cuda", "torch"), True),
     ],
 )
 def test_where_no_kernel_serves_modules_are_called(device, backends, fused, monkeypatch):

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from helpers.cpp_source import ASSIGNMENTS, PRECEDENCE, Function, Source
+from helpers.cpp_source import ASSIGNMENTS, PRECEDENCE, Function, Source, included
 from helpers.mutant import DoesNotCompile, Edit, Mutant, digest_of, mutants_from
 
 SWAPPED = {
@@ -43,6 +43,8 @@ OTHER_CALLS = {
 UNWRAPPED = {"sqrtf", "rsqrtf", "fabsf", "erff", "expm1f", "tanhf"}
 SIZES = {"sizeof", "alignof", "alignas", "decltype", "static_assert"}
 NOT_CALLED = {"return", "if", "for", "while", "switch", "asm", "static_assert"}
+# Of several units with a mutant, what is built first: most tests use these.
+FIRST_UNITS = ("attention_fp16", "bias_activation")
 
 
 def mutants_of(path: Path, file: str) -> list[Mutant]:
@@ -66,6 +68,33 @@ def install(mutant: Mutant, folder: Path) -> None:
     Raises:
         DoesNotCompile: it does not.
     """
+    _install(mutant, folder, lambda source: source.stem.endswith("_bf16"))
+
+
+def install_part(mutant: Mutant, folder: Path) -> bool:
+    """The same with one unit of the several that a mutant changes: a third of the time. False where there is but one.
+
+    Raises:
+        DoesNotCompile: it does not.
+    """
+    from helpers import cuda_build
+
+    units = [
+        source.stem
+        for source in sorted(cuda_build.KERNELS.glob("*.cu"))
+        if not source.stem.endswith("_bf16")
+        and mutant.path.name in {path.name for path in included(source, cuda_build.INCLUDED)}
+    ]
+    if len(units) < 2:
+        return False
+    first = next((unit for unit in FIRST_UNITS if unit in units), units[0])
+    part = folder / "part"
+    part.mkdir()
+    _install(mutant, part, lambda source: source.stem != first)
+    return True
+
+
+def _install(mutant: Mutant, folder: Path, unchanged: Callable[[Path], bool]) -> None:
     from helpers import cuda_build, cuda_on_cpu
 
     changed, built = folder / mutant.path.name, folder / "built"
@@ -75,7 +104,7 @@ def install(mutant: Mutant, folder: Path) -> None:
         os.link(made, built / made.name)
     cuda_build.BUILT = built
     try:
-        cuda_on_cpu.library({mutant.path.name: changed}, lambda source: source.stem.endswith("_bf16"))
+        cuda_on_cpu.library({mutant.path.name: changed}, unchanged)
     except cuda_build.CannotBuild as error:
         raise DoesNotCompile(mutant.name) from error
 

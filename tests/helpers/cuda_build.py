@@ -160,9 +160,9 @@ def _make(target: Path, command: Callable[[Path], list[str]]) -> Path:
 
 def _object(source: Path, folders: Sequence[Path], extra: Sequence[str]) -> Path:
     flags = _flags(source, extra)
-    # In the order in which they are found, without their folders: what is equal in csrc/cuda and in a copy of it is
-    # built once.
-    contents = [(path.name, path.read_bytes()) for path in included(source, folders)]
+    # Without their folders: what is equal in csrc/cuda and in a copy of it is built once, also where it is found in
+    # both.
+    contents = sorted({(path.name, path.read_bytes()) for path in included(source, folders)})
     key = _digest(_surroundings(), flags, *contents)
     includes = [flag for folder in folders for flag in ("-I", str(folder))]
 

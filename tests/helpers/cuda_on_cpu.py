@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import importlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -159,6 +160,19 @@ def _lazily(name: str) -> Callable:
         return getattr(torch.ops.bertfast, name.removeprefix("bertfast::")).default(*args)
 
     return run
+
+
+@contextmanager
+def separate_gemm() -> Iterator[None]:
+    """`cuda` computes linear layers in half precision by torch's GEMM and a pass behind it, as on a GPU where sizes
+    decide so."""
+    module = importlib.import_module("bertfast.ops.linear_gelu")
+    original = module.gemm_forms
+    module.gemm_forms = lambda x, width_out: ("separate", "triton", "cuda")
+    try:
+        yield
+    finally:
+        module.gemm_forms = original
 
 
 def set_usual_seed(value: int) -> None:

@@ -15,8 +15,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from helpers.mutant import NO_MUTANT, DoesNotCompile, Mutant
+
+
+# Of a mutant in part.
+PART_TESTS = 40
 
 
 @dataclass(frozen=True)
@@ -27,8 +32,10 @@ class Kind:
     paths: Callable[[str], list[Path]]  # the sources of a kernel file
     mutants_of: Callable[[Path, str], list[Mutant]]
     counts: Callable[[str], bool]  # whether the test of that id is one of these kernels
-    install: Callable[[Mutant, Path], None]  # has the process use a mutant, written into a folder
     budget: float  # seconds of tests for a mutant
+    install: Callable[[Mutant, Path], None]  # has the process use a mutant, written into a folder
+    # The same of a part of what the mutant changes, which is there sooner. False where there is no such part.
+    install_part: Callable[[Mutant, Path], bool] = lambda mutant, folder: False
 
 
 class Runner:
@@ -117,8 +124,23 @@ class Runner:
             os.close(target)
             return process, source
         _silence()
+        kind = self.kind_of(mutant.file)
+        # What a test notices in a part it notices in the whole. In a process of its own, because it loads kernels.
+        part = os.fork()
+        if not part:
+            self.test(lambda: kind.install_part(mutant, folder), items[:PART_TESTS], seconds, target)
+        status = os.waitstatus_to_exitcode(os.waitpid(part, 0)[1])
+        if status < 0:
+            os.kill(os.getpid(), -status)
+        if status != 0:
+            os._exit(status)
+        self.test(lambda: kind.install(mutant, folder), items, seconds, target)
+
+    def test(self, install: Callable[[], bool | None], items, seconds: dict[str, float], target: int) -> NoReturn:
+        """Ends this process with what became of a mutant: 1 and a text where it is caught, else 0."""
         try:
-            self.kind_of(mutant.file).install(mutant, folder)
+            if install() is False:
+                os._exit(0)
         except DoesNotCompile:
             os.write(target, NO_MUTANT.encode())
             os._exit(1)
