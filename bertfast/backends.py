@@ -311,9 +311,7 @@ def choose(call: Call, backend: str | None = None, automatic: tuple[str, ...] | 
     return choice
 
 
-def _select(
-    call: Call, named: tuple[str, ...] | None, automatic: tuple[str, ...] | None = None
-) -> Capability:
+def _select(call: Call, named: tuple[str, ...] | None, automatic: tuple[str, ...] | None = None) -> Capability:
     order = named or automatic or _automatic_order(call.device)
     for backend in order:
         capability = _capabilities.get((call.op, backend))

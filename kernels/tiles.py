@@ -185,14 +185,14 @@ class GemmPlan(NamedTuple):
 # these kernels, taken as 8 % with mma.sync, 12 % with wgmma and 20 % with tcgen05. Reasoned, not measured.
 _FUSED_UP_TO = {80: 4096, 90: 3072, 100: 2048, 120: 3072}
 
-# Who computes a linear layer in half precision, best first: the kernels in Triton or in CUDA C++, or "separate", torch's
-# GEMM and a second pass. By capability (that and above, up to the next) and by what there is to do:
+# Who computes a linear layer in half precision, best first: the kernels in Triton or in CUDA C++, or "separate",
+# torch's GEMM and a second pass. By capability (that and above, up to the next) and by what there is to do:
 #
 #     deep    more than 64 rows, and K beyond `_FUSED_UP_TO`
 #     few     up to 64 rows, or fewer tiles of 128 x 128 than multiprocessors. Weights and launches are waited for, not
 #             products: the launch in C++ costs the host less, and mma.sync is fast enough on every card
-#     many    the others. wgmma and tcgen05 (90, 100) have half as much again of the peak as mma.sync, or more, which is
-#             more than a second pass costs from K = 600 on. With mma.sync on both sides (80, 120) the kernels are equals
+#     many    the others. wgmma and tcgen05 (90, 100) have half as much again of the peak as mma.sync, or more, which
+#             is more than a second pass costs from K = 600 on. Both kernels use mma.sync on 80 and 120, and are equals
 #
 # Reasoned, not measured.
 _MMA_SYNC = {

@@ -332,7 +332,7 @@ def test_export(name, pin):
     with outer():
         program = torch.export.export(Module(), tuple(t.detach() for t in inputs))
         expected = inner(function)(*inputs)
-    assert_on_its_backend(program.graph_module, pin, name)
+    assert_on_its_backend(program.graph_module, pin)
     found = program.module()(*(t.detach() for t in inputs))
     for ours, eager in zip(_tuple(found), _tuple(expected), strict=True):
         torch.testing.assert_close(ours, eager, atol=1e-5, rtol=1e-5)

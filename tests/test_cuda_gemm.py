@@ -1,6 +1,8 @@
 """What the CUDA kernels of linear layers promise beyond parity of the ops, which is in the ops' own tests: every tile,
 parts of K, the order of threads, banks, products, accesses, offsets, and what the private ops refuse."""
 
+import math
+
 import pytest
 import torch
 
@@ -183,14 +185,19 @@ def test_no_bank_conflicts(name):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "steps"), [((128, 512, 96), 3), ((256, 128, 64), 2), ((64, 64, 128), 2), ((1, 1, 128), 2), ((64, 64, 72), 2)]
+    ("sizes", "tile"),
+    [
+        ((128, 512, 96), (128, 128, 32)),
+        ((256, 128, 40), (128, 64, 32)),
+        ((64, 64, 128), (64, 64, 64)),
+        ((1, 1, 72), (64, 64, 64)),
+    ],
 )
-def test_products_are_those_of_whole_tiles_and_steps(sizes, steps):
+def test_products_are_those_of_whole_tiles_and_steps(sizes, tile):
     case = linear_case(*sizes)
     _, did = counted(case.ours, case.inputs, "cuda")
-    rows, columns, depth = {3: (128, 128, 32), 2: (64, 64, 64)}[steps] if sizes[0] != 256 else (128, 64, 32)
-    tiles = -(-sizes[0] // rows) * -(-sizes[1] // columns)
-    assert did.products == tiles * steps * (rows // 16) * (columns // 8) * (depth // 16)
+    of_tile = tile[0] // 16 * (tile[1] // 8) * (tile[2] // 16)
+    assert did.products == math.prod(-(-size // part) for size, part in zip(sizes, tile, strict=True)) * of_tile
 
 
 @pytest.mark.parametrize("need_pre", [True, False])
@@ -201,7 +208,7 @@ def test_the_activations_input_is_the_product_with_bias(sizes, need_pre):
     linear = OPS.linear_gelu_fwd_cuda(x, weight, bias, "linear", None, 0.0, False)[0]
     assert torch.equal(pre, linear) if need_pre else pre.numel() == 0
     # The activation sees it before it is rounded.
-    exact = torch.nn.functional.gelu((x.double() @ weight.double().T + bias.double()))
+    exact = torch.nn.functional.gelu(x.double() @ weight.double().T + bias.double())
     torch.testing.assert_close(out.double(), exact, atol=1e-4, rtol=2**-8)
 
 

@@ -517,6 +517,15 @@ def test_a_matrix_product(seeded, dtype, k):
     assert seeded.counters().last.conflicts == 2 * k // 32 * 32
 
 
+def test_eight_products_are_added_at_once(kernels):
+    """Each alone would be lost beside 2^24."""
+    a, b, out = torch.zeros(64, 32).half(), torch.zeros(32, 128).half(), torch.full((64, 128), float("nan"))
+    a[:, 0], b[0] = 2.0**12, 2.0**12
+    a[:, 8:16], b[8:16] = 0.5, 0.5
+    kernels("multiply_half", a, b, out, n=32, grid=(2, 1), **GEMM)
+    assert out.eq(2**24 + 2).all()
+
+
 MISTAKES = {
     "without_wait": "nan",
     "waiting_for_too_few": "nan",
@@ -668,3 +677,19 @@ def test_objects_are_built_once(tmp_path, monkeypatch):
     with pytest.raises(cuda_build.CannotBuild, match="nonsense"):
         cuda_build._object(source, (), ())
     assert not list(tmp_path.glob("*.part"))
+
+
+def test_what_a_mutant_leaves_alone_is_not_built_again(tmp_path, monkeypatch):
+    """Its headers lie beside it, and those of the emulator find their own copies beside the mutant."""
+    folders = [tmp_path / name for name in ("kernels", "mutant", "emulator", "built")]
+    for folder in folders:
+        folder.mkdir()
+    kernels, mutant, emulator, built = folders
+    monkeypatch.setattr(cuda_build, "BUILT", built)
+    for folder in (kernels, mutant):
+        (folder / "limits_of_all.h").write_text("#pragma once\nint limit();\n")
+    (emulator / "emulator_of_all.h").write_text('#pragma once\n#include "limits_of_all.h"\n')
+    source = kernels / "one.cu"
+    source.write_text('#include "limits_of_all.h"\n#include "emulator_of_all.h"\n')
+    first = cuda_build._object(source, (kernels, emulator), ())
+    assert cuda_build._object(source, (mutant, emulator), ()) == first

@@ -199,6 +199,36 @@ def test_cuda_mutants_are_built_apart_from_what_is_built(tmp_path, monkeypatch, 
     assert (cuda_build.BUILT / "rows.o").read_text() == "object" and cuda_build.BUILT.parent == folder
 
 
+@pytest.mark.parametrize(
+    ("header", "units", "first"),
+    [
+        ("shared_tile.cuh", ("attention_fp16", "attention_bwd_fp16", "attention_bf16"), "attention_fp16"),
+        ("rows.cuh", ("layer_norm", "embed_layer_norm"), "embed_layer_norm"),
+        ("rows.cuh", ("layer_norm",), None),
+        ("shared_tile.cuh", ("attention_fp16", "attention_bf16"), None),
+    ],
+)
+def test_of_several_units_one_is_built_and_tested_first(tmp_path, monkeypatch, header, units, first):
+    kernels, loaded = tmp_path / "cuda", []
+    kernels.mkdir()
+    for unit in ("column_sum", *units):
+        (kernels / f"{unit}.cu").write_text(f'#include "{header}"\n' if unit in units else "")
+    (kernels / header).write_text("")
+    monkeypatch.setattr(cuda_build, "KERNELS", kernels)
+    monkeypatch.setattr(cuda_build, "INCLUDED", (kernels,))
+    monkeypatch.setattr(cuda_build, "BUILT", tmp_path / "built")
+
+    def library(replaced, unchanged):
+        loaded.append({unit for unit in ("column_sum", *units) if not unchanged(kernels / f"{unit}.cu")})
+
+    monkeypatch.setattr(cuda_on_cpu, "library", library)
+    folder = tmp_path / "mutant"
+    folder.mkdir()
+    mutant = Mutant("cuda/any", "f", "a -> b", "changed", "digest", kernels / header)
+    assert cpp_mutants.install_part(mutant, folder) == (first is not None)
+    assert loaded == ([{first}] if first else [])
+
+
 def test_every_kernel_file_has_its_tests():
     kernels = {path.stem for path in TRITON_FILES if triton_mutants.jit_functions(ast.parse(path.read_text()))}
     cuda = {f"cuda/{path.stem}" for path in CUDA_FILES if cpp_mutants.mutants_of(path, "")}

@@ -59,11 +59,7 @@ struct Forward {
   int width;
 
   __host__ explicit Forward(const BiasActivationFwdArgs& a)
-      : product(a.product),
-        bias(a.bias),
-        ending(a.out, a.pre, a.dropout, a.formula),
-        rows(a.rows),
-        width(a.width) {}
+      : product(a.product), bias(a.bias), ending(a.out, a.pre, a.dropout, a.formula), rows(a.rows), width(a.width) {}
 };
 
 template <class T, bool kVector>
@@ -100,11 +96,7 @@ struct Parts {
   int parts, width;
 
   __host__ explicit Parts(const BiasActivationPartsArgs& a)
-      : partial(a.partial),
-        ending(a.out, a.pre, a.dropout, a.formula),
-        rows(a.rows),
-        parts(a.parts),
-        width(a.width) {}
+      : partial(a.partial), ending(a.out, a.pre, a.dropout, a.formula), rows(a.rows), parts(a.parts), width(a.width) {}
 };
 
 template <class T, bool kVector>

@@ -2,16 +2,16 @@
 // key and value, whose outputs lie side by side. Half precision, sums in fp32.
 //
 // FLOPs: 2 M N K for x (M, K) and N columns of all weights. Bytes, 2 an element: (M K + N K + M N) 2, and M N 2 more
-// where the activation's input is kept for a backward pass: the floor. Where K is split, 8 bytes an output for each part
-// through memory, and a second kernel (bias_activation's) that adds the parts up, always in the same order.
+// where the activation's input is kept for a backward pass: the floor. Where K is split, 8 bytes an output for each
+// part through memory, and a second kernel (bias_activation's) that adds the parts up, always in the same order.
 //
 // A block has a tile of outputs, and walks over K with the next two stages of x and weight on their way. Tiles go down
 // kGroup rows before they go one column on: those in flight then share rows of x and of weight, which come from L2. A
 // tile of 128 x 128 asks L2 for 1 byte per 64 FLOPs, and shared memory, for the fragments of a warp's 64 x 32, for 1
 // per 21: 96 bytes a clock of the 128 that a multiprocessor of 8.0 has at 2,048 FLOPs a clock.
 //
-// The sums leave through shared memory in fp32, so that a thread has 8 neighbouring columns: for stores of 16 bytes, for
-// one word of random bits each four, and for code that has 8 activations instead of 64. With two blocks on a
+// The sums leave through shared memory in fp32, so that a thread has 8 neighbouring columns: for stores of 16 bytes,
+// for one word of random bits each four, and for code that has 8 activations instead of 64. With two blocks on a
 // multiprocessor, one's activations (some 20 instructions an output for erf, half of a product's time at K = 768) run
 // beside the other's products.
 //
@@ -45,10 +45,10 @@ struct GemmTile {
   int blocks;  // meant to fit on a multiprocessor: 65,536 registers, 100 KiB of shared memory less 1 for each
 };
 
-// A warp's tile of 64 x 32 has 64 sums a thread, and reads 6 fragments of 16 x 16 for 8 pairs of products; 64 x 64 would
-// read 8 for 16, but with 128 sums leave one block of four warps to a scheduler. A stage of 32 of K and 128 x 128 is 16
-// KiB: two are under way while one is multiplied, a thousand clocks with two blocks on 8.0. Small tiles have half the
-// products a step, and take twice the K.
+// A warp's tile of 64 x 32 has 64 sums a thread, and reads 6 fragments of 16 x 16 for 8 pairs of products; 64 x 64
+// would read 8 for 16, but with 128 sums leave one block of four warps to a scheduler. A stage of 32 of K and 128 x 128
+// is 16 KiB: two are under way while one is multiplied, a thousand clocks with two blocks on 8.0. Small tiles have half
+// the products a step, and take twice the K.
 constexpr GemmTile gemm_tile(GemmShape shape) {
   switch (shape) {
     case GemmShape::k128x128:
@@ -66,7 +66,7 @@ struct Gemm {
   Global<const T> x, weights[kMostWeights], biases[kMostWeights];
   int64_t rows, stride_x, strides_weight[kMostWeights];
   int count, width, width_in;
-  int part;  // of K, that a block sums
+  int part;        // of K, that a block sums
   bool is_vector;  // whether 16-byte accesses fit outputs
   Ending<T> ending;
   Global<float> partial;
@@ -253,8 +253,7 @@ __device__ __forceinline__ void for_each_packet(const float (&sums)[kM][kN][4], 
     }
     sync_threads();
 #pragma unroll 1
-    for (int i = thread / kPackets; i < Tiles::kRows / Tiles::kPasses;
-         i += Tiles::kThreads / kPackets) {
+    for (int i = thread / kPackets; i < Tiles::kRows / Tiles::kPasses; i += Tiles::kThreads / kPackets) {
       const int row = i / kPassRows * (kM * 16) + pass * kPassRows + i % kPassRows;
       if (row >= rows) continue;
       float values[8];

@@ -16,8 +16,8 @@ inline bool fits_gemm(const Tensor& rows) {
   return rows.size(1) % 8 == 0 && rows.stride(0) % 8 == 0 && reinterpret_cast<uintptr_t>(data(rows)) % 16 == 0;
 }
 
-// Fills in what is left of `args`, and launches. `x` (rows, K) and weights (N, K) fit the kernel, biases are contiguous;
-// `out` is (..., weights * N) and not empty.
+// Fills in what is left of `args`, and launches. `x` (rows, K) and weights (N, K) fit the kernel, biases are
+// contiguous; `out` is (..., weights * N) and not empty.
 inline void run_gemm(GemmArgs args, const Tensor& x, const std::vector<Tensor>& weights,
                      const std::vector<std::optional<Tensor>>& biases, const Tensor& out, const OnDevice& on) {
   args.x = array_of(x);

@@ -19,7 +19,6 @@ from typing import NoReturn
 
 from helpers.mutant import NO_MUTANT, DoesNotCompile, Mutant
 
-
 # Of a mutant in part.
 PART_TESTS = 40
 
