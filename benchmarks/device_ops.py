@@ -98,8 +98,8 @@ def _peaks(report: Report, rounds: int, stopwatch) -> dict[str, float]:
 
 
 def _gemms(report: Report, m: int, n: int, f: int, rounds: int, seconds: float, stopwatch) -> None:
-    """Each way to linear_gelu's forward that serves the device, whatever the table of sizes says (`tiles.gemm_forms`
-    is to be replaced by these numbers), against torch's GEMM alone."""
+    """Each way to linear_gelu's forward that serves the device, whatever `gemm_forms` says, which these numbers are
+    to replace, against torch's GEMM alone."""
     title = f"linear_gelu by its forms ({m},{n},{f})"
     if report.seconds_left() < CASE_SECONDS:
         report.not_run(title, "out of time")

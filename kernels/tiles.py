@@ -8,7 +8,6 @@ a multiprocessor), and multiprocessors of the card that tiles are counted agains
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 MAX_WIDTH = 8192
@@ -185,39 +184,6 @@ class GemmPlan(NamedTuple):
 # these kernels, taken as 8 % with mma.sync, 12 % with wgmma and 20 % with tcgen05. Reasoned, not measured.
 _FUSED_UP_TO = {80: 4096, 90: 3072, 100: 2048, 120: 3072}
 
-# Who computes a linear layer in half precision, best first: the kernels in Triton or in CUDA C++, or "separate",
-# torch's GEMM and a second pass. By capability (that and above, up to the next) and by what there is to do:
-#
-#     deep    more than 64 rows, and K beyond `_FUSED_UP_TO`
-#     few     up to 64 rows, or fewer tiles of 128 x 128 than multiprocessors. Weights and launches are waited for, not
-#             products: the launch in C++ costs the host less, and mma.sync is fast enough on every card
-#     many    the others. wgmma and tcgen05 (90, 100) have half as much again of the peak as mma.sync, or more, which
-#             is more than a second pass costs from K = 600 on. Both kernels use mma.sync on 80 and 120, and are equals
-#
-# Reasoned, not measured.
-_MMA_SYNC = {
-    "deep": ("separate", "triton", "cuda"),
-    "few": ("cuda", "triton", "separate"),
-    "many": ("triton", "cuda", "separate"),
-}
-_GEMM_FORMS = {80: _MMA_SYNC, 90: {**_MMA_SYNC, "many": ("triton", "separate", "cuda")}, 120: _MMA_SYNC}
-
-
-def _of_capability(table: dict, capability: int):
-    return table[max(known for known in table if known <= capability)]
-
-
-@functools.lru_cache(1024)
-def gemm_forms(rows: int, width_out: int, width_in: int, capability: int) -> tuple[str, ...]:
-    """Who computes a linear layer in half precision, "triton", "cuda" and "separate", best first: see `_GEMM_FORMS`.
-    Multiprocessors are those of the largest card of the capability."""
-    if rows > 64 and width_in > _of_capability(_FUSED_UP_TO, capability):
-        size = "deep"
-    else:
-        tiles = cdiv(rows, 128) * cdiv(width_out, 128)
-        size = "few" if rows <= 64 or tiles < _of_capability(MULTIPROCESSORS, capability) else "many"
-    return _of_capability(_GEMM_FORMS, capability)[size]
-
 
 def linear_gelu_fwd(
     rows: int,
@@ -236,7 +202,7 @@ def linear_gelu_fwd(
     * Dropout: "separate". Its random words want another layout than accumulators have.
     * fp32 without TF32 beyond 64 rows: "separate". cuBLAS's FMA loop is better by more than the second pass costs.
     * Few tiles: "split", also up to 64 rows of fp32: such calls wait for weights and launches, not for arithmetic.
-    * Where `gemm_forms` says so: "separate".
+    * K beyond `_FUSED_UP_TO`: "separate".
     * Else one kernel: "persistent" on 90 and 100 where descriptors can hold the tensors, or "tile". On 120 two programs
       of "tile" fit into 99 KiB and hide each other's epilogues, as one persistent program would (which spills there
       with Triton 3.6).
@@ -254,8 +220,7 @@ def linear_gelu_fwd(
         return GemmPlan("separate", tile, 1)
     if splits > 1:
         return GemmPlan("split", tile, splits)
-    forms = gemm_forms(rows, width_out, width_in, capability)
-    if forms.index("separate") < forms.index("triton"):
+    if rows > 64 and width_in > _FUSED_UP_TO[max(known for known in _FUSED_UP_TO if known <= capability)]:
         return GemmPlan("separate", tile, 1)
     if 90 <= capability < 120 and descriptors and item_size == 2 and tile.block_m == 128:
         return GemmPlan("persistent", persistent_tile(rows, width_out, multiprocessors), 1)
@@ -306,7 +271,7 @@ _PACKED_FROM = {75: None, 90: 1.3e10, 100: 1.6e10, 120: None}
 def qkv_weights_are_packed(rows: int, columns: int, width_in: int, capability: int) -> bool:
     """Whether query, key and value (`columns` in all) come from torch's GEMM on a packed copy of the weights, in half
     precision and without gradients, or from the launch that reads the weights where they lie."""
-    least = _of_capability(_PACKED_FROM, capability)
+    least = _PACKED_FROM[max(known for known in _PACKED_FROM if known <= capability)]
     return least is not None and rows * columns * width_in >= least
 
 

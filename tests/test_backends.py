@@ -1,11 +1,9 @@
 """Choosing a backend: order, reasons, pins, threads, and what compiled code does when a pin changes."""
 
 import dataclasses
-import importlib
 import importlib.metadata
 import sys
 import threading
-import types
 
 import pytest
 import torch
@@ -365,34 +363,6 @@ def test_what_each_gpu_is_served_by(triton_installed, op, dtype, compute, grad):
     too_old = "compute capability is {}.{}, needs {}.{}".format(*compute, *least)
     assert (too_old in reasons) == (compute < least)
     assert ("dtype float64 is not one of" in reasons) == (dtype == torch.float64)
-
-
-@pytest.fixture
-def on_hopper(triton_installed, monkeypatch):
-    """A function that makes what stands for a tensor of those sizes on a GPU of capability 9.0."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-
-    def tensor(*shape, dtype=torch.float16, is_cuda=True):
-        sizes = torch.Size(shape)
-        return types.SimpleNamespace(shape=sizes, numel=sizes.numel, dtype=dtype, is_cuda=is_cuda, device="cuda")
-
-    return tensor
-
-
-@pytest.mark.parametrize("op", GEMMS)
-def test_sizes_decide_the_automatic_order_of_linear_layers(on_hopper, op):
-    order_of = importlib.import_module("bertfast.ops.linear_gelu").automatic_order
-    few, many = order_of(on_hopper(2, 16, 768), 3072), order_of(on_hopper(32, 128, 768), 3072)
-    assert (few, many) == (("cuda", "triton", "torch"), ("triton", "cuda", "torch"))
-    call = gpu_call(op, (9, 0), torch.float16)
-    assert [choose(call, None, order).backend for order in (few, many, None)] == ["cuda", "triton", "triton"]
-    assert choose(call, "triton", few).backend == "triton"
-    with use_backend("triton", "cuda"):
-        assert choose(call, None, few).backend == "triton"
-    # What the table does not know keeps the order of the device.
-    assert order_of(on_hopper(2, 16, 768, dtype=torch.float32), 3072) is None
-    assert order_of(on_hopper(2, 16, 768, is_cuda=False), 3072) is None
-    assert order_of(on_hopper(0, 768), 3072) == few and order_of(on_hopper(3, 0), 3072) == few
 
 
 @pytest.mark.parametrize("op", BOUND_BY_MEMORY)

@@ -142,24 +142,6 @@ def test_torchs_gemm_and_the_pass_of_the_cuda_kernels(dtype, shape, width_out):
             assert_parity(case(*shape, width_out=width_out, dtype=dtype, **settings), "cuda")
 
 
-@pytest.mark.parametrize("form", ["cuda", "separate"])
-def test_sizes_decide_between_the_forms_of_cuda(form, monkeypatch):
-    module = importlib.import_module("bertfast.ops.linear_gelu")
-    asked = []
-
-    def forms(x, width_out):
-        asked.append((*x.shape, width_out))
-        return (form, "triton", {"cuda": "separate", "separate": "cuda"}[form])
-
-    monkeypatch.setattr(module, "gemm_forms", forms)
-    inputs = case(7, 24, width_out=16, dtype=torch.float16).inputs
-    before = cuda_on_cpu.counters().all
-    ops.linear_gelu(**inputs, backend="cuda")
-    ops.feed_forward(inputs["x"], inputs["weight"], None, inputs["weight"].t(), None, backend="cuda")
-    made = (cuda_on_cpu.counters().all - before).products
-    assert (made > 0) == (form == "cuda") and set(asked) == {(7, 24, 16)}
-
-
 @pytest.mark.skipif("triton" not in BACKENDS, reason="Triton kernels are not interpreted here")
 @FORMS
 @pytest.mark.parametrize(

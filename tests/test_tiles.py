@@ -178,24 +178,6 @@ def test_a_known_plan_for_each_form():
 
 
 @pytest.mark.parametrize("capability", GEMM_CAPABILITIES)
-def test_who_computes_a_linear_layer(capability):
-    for rows in ROWS:
-        for width_in, width in [*LAYERS, (8192, 8192)]:
-            forms = tiles.gemm_forms(rows, width, width_in, capability)
-            assert sorted(forms) == ["cuda", "separate", "triton"]
-            if rows <= 64:
-                assert forms[0] == "cuda"
-            found = plan(rows, width_in, width, capability)
-            if found.splits == 1:
-                assert (found.form == "separate") == (forms.index("separate") < forms.index("triton"))
-    assert tiles.gemm_forms(4096, 3072, 768, capability)[0] == "triton"
-    assert tiles.gemm_forms(128, 3072, 768, capability)[0] == "cuda"
-    assert tiles.gemm_forms(4096, 8192, 8192, capability)[0] == "separate"
-    # What mma.sync cannot reach, a second pass behind torch's GEMM can.
-    assert (tiles.gemm_forms(4096, 3072, 768, capability)[1] == "separate") == (90 <= capability < 120)
-
-
-@pytest.mark.parametrize("capability", GEMM_CAPABILITIES)
 @pytest.mark.parametrize(("width_in", "width"), LAYERS)
 def test_row_counts_make_few_plans(capability, width_in, width):
     """Each plan is another variant to compile."""

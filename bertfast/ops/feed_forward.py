@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bertfast import gemm_forms
 from bertfast.activations import FORMULAS, GELU_FORMS, Activation, get_activation
 from bertfast.backends import FLOAT, HALF, Capability, choose, describe, needs_grad, register
 from bertfast.dropout import apply_dropout, check_probability, seed_for
@@ -21,7 +22,6 @@ from bertfast.ops._library import TRITON_DEVICES, cuda_unavailable, extension_un
 from bertfast.ops._once import distinct, once
 from bertfast.ops.linear_gelu import (
     BWD,
-    automatic_order,
     check_linear,
     checkpointed,
     forward,
@@ -140,7 +140,7 @@ def feed_forward(
         dropout_p=dropout_p,
         features=(activation if isinstance(activation, str) else "callable activation",),
     )
-    chosen = choose(call, backend, automatic_order(x, w_in.shape[0]))
+    chosen = choose(call, backend, gemm_forms.automatic_order(x, w_in.shape[0]))
     return chosen.implementation(
         x,
         w_in,

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from bertfast import gemm_forms
 from bertfast.backends import FLOAT, HALF, Capability, choose, describe, is_transformed, needs_grad, register
-from bertfast.kernels import tiles
 from bertfast.ops._autocast import to_autocast, without_autocast
 from bertfast.ops._checks import check_rank, check_required, check_same_dtype, check_shape, check_tensors
 from bertfast.ops._library import TRITON_DEVICES, cuda_unavailable, define, extension_unavailable, triton_unavailable
@@ -62,24 +62,6 @@ BWD = define(
 )
 
 
-def gemm_forms(x: Tensor, width_out: int) -> tuple[str, ...] | None:
-    """`tiles.gemm_forms` of a linear layer on `x`; None where it does not say: not on a GPU, not in half precision, or
-    in a trace, which knows no sizes."""
-    if torch.compiler.is_compiling() or not x.is_cuda or x.dtype not in HALF:
-        return None
-    major, minor = torch.cuda.get_device_capability(x.device)
-    if major < 8:
-        return None
-    width_in = x.shape[-1]
-    return tiles.gemm_forms(x.numel() // max(width_in, 1), width_out, width_in, 10 * major + minor)
-
-
-def automatic_order(x: Tensor, width_out: int) -> tuple[str, ...] | None:
-    """The backends of a linear layer on `x` as the automatic choice takes them, where sizes decide."""
-    forms = gemm_forms(x, width_out)
-    return forms and (*(form for form in forms if form != "separate"), "torch")
-
-
 def forward(
     backend: str,
     x: Tensor,
@@ -91,9 +73,8 @@ def forward(
     need_pre: bool,
 ) -> tuple[Tensor, Tensor]:
     """The op `FWD` of a backend, or `SEPARATE_FWD` where that is the better one of two."""
-    forms = gemm_forms(x, weight.shape[0]) if backend == "cuda" else None
-    is_separate = forms is not None and forms.index("separate") < forms.index("cuda")
-    op = SEPARATE_FWD if is_separate else FWD[backend]
+    separate = backend == "cuda" and gemm_forms.is_separate(x, weight.shape[0])
+    op = SEPARATE_FWD if separate else FWD[backend]
     return op(x, weight, bias, activation, seed, dropout_p, need_pre)
 
 
@@ -196,7 +177,7 @@ def linear_gelu(
     check_same_dtype(("x", "weight", "bias"), x, weight, bias)
     grad = needs_grad(x, weight, bias)
     call = describe("linear_gelu", (x, weight, bias), grad=grad)
-    chosen = choose(call, backend, automatic_order(x, weight.shape[0]))
+    chosen = choose(call, backend, gemm_forms.automatic_order(x, weight.shape[0]))
     return chosen.implementation(x, weight, bias, approximate, recompute_activation, chosen.backend, grad)
 
 

@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bertfast import weight_cache
+from bertfast import gemm_forms, weight_cache
 from bertfast.backends import FLOAT, HALF, Capability, choose, describe, needs_grad, register
 from bertfast.kernels import tiles
 from bertfast.ops._autocast import to_autocast, without_autocast
 from bertfast.ops._checks import check_rank, check_required, check_same_dtype, check_shape, check_tensors
 from bertfast.ops._library import TRITON_DEVICES, cuda_unavailable, define, extension_unavailable, triton_unavailable
 from bertfast.ops._once import distinct
-from bertfast.ops.linear_gelu import automatic_order, rows_of
+from bertfast.ops.linear_gelu import rows_of
 
 _NAMES = ("x", "weights[0]", "weights[1]", "weights[2]", "biases[0]", "biases[1]", "biases[2]")
 
@@ -136,7 +136,7 @@ def qkv_projection(
     check_same_dtype(_NAMES, x, *parameters)
     grad = needs_grad(x, *parameters)
     call = describe("qkv_projection", (x, *parameters), grad=grad)
-    chosen = choose(call, backend, automatic_order(x, 3 * weights[0].shape[0]))
+    chosen = choose(call, backend, gemm_forms.automatic_order(x, 3 * weights[0].shape[0]))
     return chosen.implementation(x, parameters[:3], parameters[3:], grad, call.compute)
 
 
