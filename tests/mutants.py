@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shutil
 import sys
 import tempfile
@@ -158,6 +159,8 @@ def main() -> int:
         return arguments.again or verdict is None or (arguments.survivors and unexplained)
 
     waiting = [] if arguments.check else [mutant for mutant in mutants if wanted(mutant)]
+    # What a run has done when it is stopped is a sample of all.
+    random.Random(0).shuffle(waiting)
     if waiting:
         _forget(results, mutants)
         run(waiting, results, arguments.jobs, arguments.budget)

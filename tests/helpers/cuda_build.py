@@ -238,11 +238,12 @@ def with_torch() -> tuple[str, ...]:
 
 
 def build_package(replaced: Mapping[str, Path] | None = None, unchanged: Callable[[Path], bool] | None = None) -> Path:
-    """The library of csrc/cuda; `replaced` has files to take instead of some of its own, by name. Sources that are
-    `unchanged` are built without them, and come last where others define the same inline function."""
+    """The library of csrc/cuda; `replaced` has files to take instead of some of its own, by name. Kernels' sources that
+    are `unchanged` are built without them, and come last where others define the same inline function."""
     kernels = _overlaid(replaced) if replaced else KERNELS
-    sources = sorted([*kernels.glob("*.cu"), *kernels.glob("*.cpp")])
+    units = sorted(kernels.glob("*.cu"))
     if unchanged is not None:
-        sources = [source for source in sources if not unchanged(source)]
-        sources += sorted(source for source in KERNELS.glob("*.cu") if unchanged(source))
+        units = [source for source in units if not unchanged(source)]
+        units += sorted(source for source in KERNELS.glob("*.cu") if unchanged(source))
+    sources = [*sorted(kernels.glob("*.cpp")), *units]
     return build(sources, "bertfast", folders=(ROOT / "csrc", kernels, EMULATOR), linked=with_torch())

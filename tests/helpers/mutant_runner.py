@@ -19,8 +19,9 @@ from typing import NoReturn
 
 from helpers.mutant import NO_MUTANT, DoesNotCompile, Mutant
 
-# Of a mutant in part.
+# Of a mutant in part, and of none.
 PART_TESTS = 40
+NOTHING = "nothing"
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class Runner:
         kills = Counter()
         gc.collect()
         gc.freeze()
-        waiting, running = list(self.mutants), {}
+        # Where the installation itself is broken, every mutant is caught.
+        waiting, running = [self.nothing_changed(file) for file in sorted(files)] + self.mutants, {}
         while waiting or running:
             while waiting and len(running) < self.jobs:
                 mutant = waiting.pop(0)
@@ -67,8 +69,16 @@ class Runner:
                 status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
                 shutil.rmtree(folder)
                 kills[text] += 1
-                self.record(mutant, _verdict(text, status))
+                verdict = _verdict(text, status)
+                if mutant.name != NOTHING:
+                    self.record(mutant, verdict)
+                elif verdict != "survived":
+                    raise session.Failed(f"{mutant.file} as it is, installed as a mutant: {verdict}")
         return True
+
+    def nothing_changed(self, file: str) -> Mutant:
+        path = self.kind_of(file).paths(file)[0]
+        return Mutant(file, "", NOTHING, path.read_text(), "", path)
 
     def tests_of(self, file: str, items) -> list:
         kind = self.kind_of(file)
@@ -85,6 +95,8 @@ class Runner:
             if spent > self.kind_of(mutant.file).budget:
                 break
             chosen.append(item)
+            if mutant.name == NOTHING and len(chosen) == PART_TESTS:
+                break
         return sorted(chosen, key=lambda item: -kills[_short(item)])
 
     def measure(self, tests: dict[str, list]) -> dict[str, float]:
