@@ -9,7 +9,7 @@ import mutants
 import pytest
 
 from helpers import cpp_mutants, cuda_build, cuda_on_cpu, triton_mutants
-from helpers.cpp_source import Source
+from helpers.cpp_source import Source, included
 from helpers.mutant import NO_MUTANT, DoesNotCompile, Mutant
 
 KINDS = {"triton": mutants.TRITON, "cuda": mutants.CUDA}
@@ -199,34 +199,27 @@ def test_cuda_mutants_are_built_apart_from_what_is_built(tmp_path, monkeypatch, 
     assert (cuda_build.BUILT / "rows.o").read_text() == "object" and cuda_build.BUILT.parent == folder
 
 
-@pytest.mark.parametrize(
-    ("header", "units", "first"),
-    [
-        ("shared_tile.cuh", ("attention_fp16", "attention_bwd_fp16", "attention_bf16"), "attention_fp16"),
-        ("rows.cuh", ("layer_norm", "embed_layer_norm"), "embed_layer_norm"),
-        ("rows.cuh", ("layer_norm",), None),
-        ("shared_tile.cuh", ("attention_fp16", "attention_bf16"), None),
-    ],
-)
-def test_of_several_units_one_is_built_and_tested_first(tmp_path, monkeypatch, header, units, first):
-    kernels, loaded = tmp_path / "cuda", []
-    kernels.mkdir()
-    for unit in ("column_sum", *units):
-        (kernels / f"{unit}.cu").write_text(f'#include "{header}"\n' if unit in units else "")
-    (kernels / header).write_text("")
-    monkeypatch.setattr(cuda_build, "KERNELS", kernels)
-    monkeypatch.setattr(cuda_build, "INCLUDED", (kernels,))
-    monkeypatch.setattr(cuda_build, "BUILT", tmp_path / "built")
+@pytest.mark.parametrize(("file", "first"), [("cuda/products", "attention_fp16"), ("cuda/rows", None)])
+def test_of_several_units_one_is_built_and_tested_first(tmp_path, monkeypatch, file, first):
+    loaded = []
+    units = [path.stem for path in CUDA_FILES if path.suffix == ".cu"]
 
     def library(replaced, unchanged):
-        loaded.append({unit for unit in ("column_sum", *units) if not unchanged(kernels / f"{unit}.cu")})
+        loaded.append([unit for unit in units if not unchanged(Path(f"{unit}.cu"))])
 
     monkeypatch.setattr(cuda_on_cpu, "library", library)
+    monkeypatch.setattr(cuda_build, "BUILT", tmp_path / "built")
     folder = tmp_path / "mutant"
     folder.mkdir()
-    mutant = Mutant("cuda/any", "f", "a -> b", "changed", "digest", kernels / header)
+    mutant = Mutant(file, "f", "a -> b", "changed", "digest", Path("any.cuh"))
     assert cpp_mutants.install_part(mutant, folder) == (first is not None)
-    assert loaded == ([{first}] if first else [])
+    assert loaded == ([[first]] if first else [])
+
+
+def test_first_units_are_those_of_their_files():
+    for file, unit in cpp_mutants.FIRST_UNIT.items():
+        header = f"{file.removeprefix('cuda/')}.cuh"
+        assert header in {path.name for path in included(cuda_build.KERNELS / f"{unit}.cu", cuda_build.INCLUDED)}
 
 
 def test_every_kernel_file_has_its_tests():

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from helpers.cpp_source import ASSIGNMENTS, PRECEDENCE, Function, Source, included
+from helpers.cpp_source import ASSIGNMENTS, PRECEDENCE, Function, Source
 from helpers.mutant import DoesNotCompile, Edit, Mutant, digest_of, mutants_from
 
 SWAPPED = {
@@ -43,8 +43,10 @@ OTHER_CALLS = {
 UNWRAPPED = {"sqrtf", "rsqrtf", "fabsf", "erff", "expm1f", "tanhf"}
 SIZES = {"sizeof", "alignof", "alignas", "decltype", "static_assert"}
 NOT_CALLED = {"return", "if", "for", "while", "switch", "asm", "static_assert"}
-# Of several units with a mutant, what is built first: most tests use these.
-FIRST_UNITS = ("attention_fp16", "bias_activation")
+# Of the units that include a file, the one that most of its tests use.
+FIRST_UNIT = {
+    f"cuda/{name}": "attention_fp16" for name in ("shared_tile", "products", "attention_inputs", "attention_scores")
+}
 
 
 def mutants_of(path: Path, file: str) -> list[Mutant]:
@@ -74,20 +76,15 @@ def install(mutant: Mutant, folder: Path) -> None:
 def install_part(mutant: Mutant, folder: Path) -> bool:
     """The same with one unit of the several that a mutant changes: a third of the time. False where there is but one.
 
+    What a test notices then it would notice in the whole as well, but for a change that is consistent between the
+    forward pass, which has it, and the backward pass, which has not. Such are taken for caught.
+
     Raises:
         DoesNotCompile: it does not.
     """
-    from helpers import cuda_build
-
-    units = [
-        source.stem
-        for source in sorted(cuda_build.KERNELS.glob("*.cu"))
-        if not source.stem.endswith("_bf16")
-        and mutant.path.name in {path.name for path in included(source, cuda_build.INCLUDED)}
-    ]
-    if len(units) < 2:
+    first = FIRST_UNIT.get(mutant.file)
+    if first is None:
         return False
-    first = next((unit for unit in FIRST_UNITS if unit in units), units[0])
     part = folder / "part"
     part.mkdir()
     _install(mutant, part, lambda source: source.stem != first)

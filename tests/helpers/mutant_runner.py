@@ -136,7 +136,7 @@ class Runner:
             return process, source
         _silence()
         kind = self.kind_of(mutant.file)
-        # What a test notices in a part it notices in the whole. In a process of its own, because it loads kernels.
+        # In a process of its own, because it loads kernels.
         part = os.fork()
         if not part:
             self.test(lambda: kind.install_part(mutant, folder), items[:PART_TESTS], seconds, target)
