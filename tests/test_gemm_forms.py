@@ -4,6 +4,7 @@ import types
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from bertfast import backends, gemm_forms, ops, use_backend
 from bertfast.backends import Call, choose
@@ -17,12 +18,23 @@ OPS = ("linear_gelu", "feed_forward", "qkv_projection")
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_forms_by_size(capability):
-    few, many, deep = ((rows, 3072, 768, capability) for rows in (128, 8192, 8192))
-    assert gemm_forms.forms_of(1, *few[1:]) == gemm_forms.forms_of(*few) == ("cuda", "triton", "separate")
-    assert gemm_forms.forms_of(*many)[0] == "triton"
-    # What mma.sync cannot reach, a second pass behind torch's GEMM can.
-    assert (gemm_forms.forms_of(*many)[1] == "separate") == (90 <= capability < 120)
-    assert gemm_forms.forms_of(8192, 8192, 8192, capability) == ("separate", "triton", "cuda")
+    def forms(rows, width_in=768, **facts):
+        return gemm_forms.forms_of(rows, 3072, width_in, capability, **facts)
+
+    has_more_than_mma_sync = 90 <= capability < 120
+    assert forms(1) == forms(128) == ("cuda", "triton", "separate")
+    many = ("triton", "separate", "cuda") if has_more_than_mma_sync else ("triton", "cuda", "separate")
+    assert forms(8192) == many
+    # What mma.sync cannot reach, a second pass behind torch's GEMM can, but not where K is short.
+    assert forms(8192, 512) == ("triton", "cuda", "separate")
+    assert forms(8192, 8192) == ("separate", "triton", "cuda")
+    # Without a kernel of its own a backend is as good as what it does instead.
+    assert forms(128, dropout=True) == ("cuda", "separate", "triton")
+    assert forms(8192, dropout=True) == (
+        ("separate", "triton", "cuda") if has_more_than_mma_sync else ("cuda", "separate", "triton")
+    )
+    assert forms(128, 772) == ("triton", "separate", "cuda")
+    assert forms(128, 772, dropout=True) == ("separate", "cuda", "triton")
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -43,7 +55,9 @@ def on_hopper(monkeypatch):
 
     def tensor(*shape, dtype=torch.float16, is_cuda=True):
         sizes = torch.Size(shape)
-        return types.SimpleNamespace(shape=sizes, numel=sizes.numel, dtype=dtype, is_cuda=is_cuda, device="cuda")
+        return types.SimpleNamespace(
+            shape=sizes, numel=sizes.numel, dtype=dtype, is_cuda=is_cuda, device="cuda", is_meta=False
+        )
 
     return tensor
 
@@ -59,25 +73,31 @@ def test_sizes_decide_the_automatic_order(on_hopper, op, monkeypatch):
             ),
         )
     monkeypatch.setattr(backends, "_choices", {})
-    few, many = (gemm_forms.automatic_order(on_hopper(*shape, 768), 3072) for shape in ((2, 16), (32, 128)))
+    few, many = (gemm_forms.automatic_order(on_hopper(*shape, 768), 3072, None) for shape in ((2, 16), (32, 128)))
     assert (few, many) == (("cuda", "triton", "torch"), ("triton", "cuda", "torch"))
+    # Three linear layers have no second pass: torch's GEMM is the backend torch.
+    order = gemm_forms.automatic_order(on_hopper(32, 128, 768), 3072, None, separate="torch")
+    assert order == ("triton", "torch", "cuda")
     call = Call(op, "cuda", (9, 0), (torch.float16,))
     assert [choose(call, None, order).backend for order in (few, many, None)] == ["cuda", "triton", "triton"]
     assert choose(call, "triton", few).backend == "triton"
     with use_backend("triton", "cuda"):
         assert choose(call, None, few).backend == "triton"
+        assert gemm_forms.automatic_order(on_hopper(2, 768), 3072, None) is None
+    assert gemm_forms.automatic_order(on_hopper(2, 768), 3072, "cuda") is None
 
 
 def test_what_sizes_do_not_decide(on_hopper, monkeypatch):
     for x in (on_hopper(2, 768, dtype=torch.float32), on_hopper(2, 768, is_cuda=False)):
-        assert gemm_forms.gemm_forms(x, 3072) is gemm_forms.automatic_order(x, 3072) is None
+        assert gemm_forms.gemm_forms(x, 3072) is gemm_forms.automatic_order(x, 3072, None) is None
         assert not gemm_forms.is_separate(x, 3072)
     for empty in (on_hopper(0, 768), on_hopper(3, 0)):
         assert gemm_forms.gemm_forms(empty, 3072)[0] == "cuda"
     assert gemm_forms.is_separate(on_hopper(8192, 768), 3072) and not gemm_forms.is_separate(on_hopper(8, 768), 3072)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert gemm_forms.gemm_forms(on_hopper(8, 768), 3072) is None
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
+    for module, name in ((torch.compiler, "is_compiling"), (torch.jit, "is_tracing")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, lambda: True)
+            assert gemm_forms.gemm_forms(on_hopper(8, 768), 3072) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert gemm_forms.gemm_forms(on_hopper(8, 768), 3072) is None
 
@@ -103,8 +123,33 @@ def test_forms_of_the_backend_cuda(separate, grad, monkeypatch):
 @pytest.mark.parametrize("op", ["linear_gelu", "qkv_projection"])
 def test_the_automatic_choice_is_told_the_sizes(op, monkeypatch):
     asked = []
-    monkeypatch.setattr(gemm_forms, "automatic_order", lambda x, width: asked.append((*x.shape, width)))
+    monkeypatch.setattr(gemm_forms, "automatic_order", lambda x, width, *facts, **more: asked.append((*x.shape, width)))
     x, weight = torch.ones(3, 8), torch.ones(5, 8)
     ops.linear_gelu(x, weight) if op == "linear_gelu" else ops.qkv_projection(x, (weight,) * 3)
     ops.feed_forward(x, weight, None, weight.t(), None)
     assert asked == [(3, 8, 5 if op == "linear_gelu" else 15), (3, 8, 5)]
+
+
+class OnGpu(torch.Tensor):
+    """What says that it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("trace", ["make_fx", "jit"])
+def test_traces_of_any_kind_know_no_sizes(trace, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    found = []
+
+    def function(x):
+        found.append(gemm_forms.gemm_forms(x.as_subclass(OnGpu) if trace == "jit" else x, 3072))
+        return x * 2
+
+    x = torch.ones(3, 8).half()
+    assert gemm_forms.gemm_forms(x.as_subclass(OnGpu), 3072) is not None
+    if trace == "jit":
+        torch.jit.trace(function, x, check_trace=False)
+    else:
+        monkeypatch.setattr(gemm_forms, "forms_of", lambda *sizes: pytest.fail(f"{sizes}"))
+        make_fx(function, tracing_mode="symbolic")(x)
+    assert found == [None]

@@ -140,7 +140,7 @@ def feed_forward(
         dropout_p=dropout_p,
         features=(activation if isinstance(activation, str) else "callable activation",),
     )
-    chosen = choose(call, backend, gemm_forms.automatic_order(x, w_in.shape[0]))
+    chosen = choose(call, backend, gemm_forms.automatic_order(x, w_in.shape[0], backend, dropout_p > 0.0))
     return chosen.implementation(
         x,
         w_in,

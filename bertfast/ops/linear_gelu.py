@@ -48,8 +48,8 @@ FWD = define(
     ("triton", "cuda", "cpu"),
     launcher="linear_gelu",
 )
-# The same by torch's GEMM and a pass over its product, whatever the sizes. What `cuda` has for fp32 and for rows that
-# 16-byte accesses do not fit is this too.
+# The same by torch's GEMM and a pass over its product, whatever the sizes. It is what `cuda` has for fp32, for a weight
+# without unit stride, and for K and addresses of other than whole 16 bytes.
 SEPARATE_FWD = define("linear_gelu_separate_fwd", FWD_SIGNATURE, _fwd_fake, ("cuda",))["cuda"]
 # The gradient of `pre`, `out` once more where it is needed, and the sum of the gradient over rows in fp32.
 BWD = define(
@@ -177,7 +177,7 @@ def linear_gelu(
     check_same_dtype(("x", "weight", "bias"), x, weight, bias)
     grad = needs_grad(x, weight, bias)
     call = describe("linear_gelu", (x, weight, bias), grad=grad)
-    chosen = choose(call, backend, gemm_forms.automatic_order(x, weight.shape[0]))
+    chosen = choose(call, backend, gemm_forms.automatic_order(x, weight.shape[0], backend))
     return chosen.implementation(x, weight, bias, approximate, recompute_activation, chosen.backend, grad)
 
 

@@ -136,7 +136,7 @@ def qkv_projection(
     check_same_dtype(_NAMES, x, *parameters)
     grad = needs_grad(x, *parameters)
     call = describe("qkv_projection", (x, *parameters), grad=grad)
-    chosen = choose(call, backend, gemm_forms.automatic_order(x, 3 * weights[0].shape[0]))
+    chosen = choose(call, backend, gemm_forms.automatic_order(x, 3 * weights[0].shape[0], backend, separate="torch"))
     return chosen.implementation(x, parameters[:3], parameters[3:], grad, call.compute)
 
 

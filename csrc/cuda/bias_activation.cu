@@ -4,8 +4,8 @@
 // Bytes for M rows of width N of e-byte elements: product read, out written, 2 M N e, and M N e more where pre is
 // wanted and is not the product: the floor.
 //
-// Behind a GEMM in parts, which have the bias:     pre = sum over parts
-// Bytes: 4 M N for each part, and M N e written, twice with pre.
+// Behind a GEMM whose K is split (gemm.cuh):     pre = sum over splits, which have the bias
+// Bytes: 4 M N for each split, and M N e written, twice with pre.
 //
 // Backward, in front of the two GEMMs of dx and dweight:
 //     dpre = dropout'(dout) * act'(pre),    dbias = sum_rows(dpre)
@@ -54,19 +54,23 @@ template <class T>
 struct Forward {
   Source<T> product;
   Source<T> bias;
-  Ending<T> ending;
+  Epilogue<T> epilogue;
   int64_t rows;
   int width;
 
   __host__ explicit Forward(const BiasActivationFwdArgs& a)
-      : product(a.product), bias(a.bias), ending(a.out, a.pre, a.dropout, a.formula), rows(a.rows), width(a.width) {}
+      : product(a.product),
+        bias(a.bias),
+        epilogue(a.out, a.pre, a.dropout, a.formula, a.width),
+        rows(a.rows),
+        width(a.width) {}
 };
 
 template <class T, bool kVector>
 __global__ void __launch_bounds__(kThreads) bias_activation_fwd_kernel(const Forward<T> args) {
   const Stripe<T> stripe(args.width);
   constexpr int N = stripe.N;
-  const auto key = args.ending.dropout.key();
+  const auto key = args.epilogue.dropout.key();
   const int64_t first = stripe.block * kRows;
   const int rows = static_cast<int>(min(args.rows - first, static_cast<int64_t>(kRows)));
   typename Source<T>::template Packet<N> product[kRows], bias[1];
@@ -83,37 +87,41 @@ __global__ void __launch_bounds__(kThreads) bias_activation_fwd_kernel(const For
     float values[N];
 #pragma unroll
     for (int k = 0; k < N; ++k) values[k] = args.bias ? product[r][k] + bias[0][k] : product[r][k];
-    args.ending.store(key, first + r, stripe.column, (first + r) * args.width + stripe.column, stripe.count, kVector,
-                      values);
+    args.epilogue.store(key, first + r, stripe.column, (first + r) * args.width + stripe.column, stripe.count, kVector,
+                        values);
   }
 }
 
 template <class T>
-struct Parts {
+struct Splits {
   Global<const float> partial;
-  Ending<T> ending;
+  Epilogue<T> epilogue;
   int64_t rows;
-  int parts, width;
+  int splits, width;
 
-  __host__ explicit Parts(const BiasActivationPartsArgs& a)
-      : partial(a.partial), ending(a.out, a.pre, a.dropout, a.formula), rows(a.rows), parts(a.parts), width(a.width) {}
+  __host__ explicit Splits(const BiasActivationSplitsArgs& a)
+      : partial(a.partial),
+        epilogue(a.out, a.pre, a.dropout, a.formula, a.width),
+        rows(a.rows),
+        splits(a.splits),
+        width(a.width) {}
 };
 
 template <class T, bool kVector>
-__global__ void __launch_bounds__(kThreads) bias_activation_fwd_kernel_parts(const Parts<T> args) {
+__global__ void __launch_bounds__(kThreads) bias_activation_fwd_kernel_splits(const Splits<T> args) {
   const Stripe<T> stripe(args.width);
   constexpr int N = stripe.N;
-  const auto key = args.ending.dropout.key();
+  const auto key = args.epilogue.dropout.key();
   const int64_t at = stripe.block * args.width + stripe.column;
   float values[N] = {};
 #pragma unroll 4
-  for (int part = 0; part < args.parts; ++part) {
-    const Global<const float> own = args.partial + (part * args.rows * args.width + at);
+  for (int split = 0; split < args.splits; ++split) {
+    const Global<const float> own = args.partial + (split * args.rows * args.width + at);
     const Packet<float, N> packet = load_packet<kVector, N, float>(own, stripe.count);
 #pragma unroll
     for (int k = 0; k < N; ++k) values[k] += packet[k];
   }
-  args.ending.store(key, stripe.block, stripe.column, at, stripe.count, kVector, values);
+  args.epilogue.store(key, stripe.block, stripe.column, at, stripe.count, kVector, values);
 }
 
 template <class T>
@@ -202,14 +210,16 @@ void launch_bias_activation_fwd(const BiasActivationFwdArgs& a, cudaStream_t str
   });
 }
 
-void launch_bias_activation_fwd_parts(const BiasActivationPartsArgs& a, cudaStream_t stream) {
-  with_dtype(a.out.dtype, [&](auto type) {
+void launch_bias_activation_fwd_splits(const BiasActivationSplitsArgs& a, cudaStream_t stream) {
+  const auto launch_of = [&](auto type) {
     using T = decltype(type);
-    const bool vector = a.width % kPacket<T> == 0 && fits_words(a.out, a.width) && fits_words(a.pre, a.width);
-    launch("bias_activation_fwd_parts",
-           vector ? bias_activation_fwd_kernel_parts<T, true> : bias_activation_fwd_kernel_parts<T, false>,
-           a.rows * stripes_of<T>(a.width), 1, kThreads, 0, stream, Parts<T>(a));
-  });
+    const Splits<T> args(a);
+    launch("bias_activation_fwd_splits",
+           args.epilogue.is_vector ? bias_activation_fwd_kernel_splits<T, true>
+                                   : bias_activation_fwd_kernel_splits<T, false>,
+           a.rows * stripes_of<T>(a.width), 1, kThreads, 0, stream, args);
+  };
+  a.out.dtype == Dtype::kHalf ? launch_of(__half()) : launch_of(__nv_bfloat16());
 }
 
 int64_t bias_activation_bwd_programs(int64_t rows, int width, Dtype dtype, int multiprocessors) {

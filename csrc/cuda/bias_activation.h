@@ -35,13 +35,13 @@ struct BiasActivationFwdArgs {
   int width;
 };
 
-struct BiasActivationPartsArgs {
-  const float* partial;  // (parts, rows, width): with bias, what the activation gets is their sum
-  Array out, pre;        // (rows, width) contiguous, of one dtype; pre null where it is not wanted
+struct BiasActivationSplitsArgs {
+  const float* partial;  // (splits, rows, width): with bias, what the activation gets is their sum
+  Array out, pre;        // (rows, width) contiguous, of one dtype in half precision; pre null where it is not wanted
   DropoutArgs dropout;
   Formula formula;
   int64_t rows;
-  int parts, width;
+  int splits, width;
 };
 
 struct BiasActivationBwdArgs {
@@ -56,7 +56,7 @@ struct BiasActivationBwdArgs {
 };
 
 void launch_bias_activation_fwd(const BiasActivationFwdArgs& args, cudaStream_t stream);
-void launch_bias_activation_fwd_parts(const BiasActivationPartsArgs& args, cudaStream_t stream);
+void launch_bias_activation_fwd_splits(const BiasActivationSplitsArgs& args, cudaStream_t stream);
 void launch_bias_activation_bwd(const BiasActivationBwdArgs& args, cudaStream_t stream);
 
 // How many blocks walk over the rows of each stripe of columns in a backward pass, and leave as many partial sums.

@@ -3,7 +3,7 @@
 //
 // FLOPs: 2 M N K for x (M, K) and N columns of all weights. Bytes, 2 an element: (M K + N K + M N) 2, and M N 2 more
 // where the activation's input is kept for a backward pass: the floor. Where K is split, 8 bytes an output for each
-// part through memory, and a second kernel (bias_activation's) that adds the parts up, always in the same order.
+// split through memory, and a second kernel (bias_activation's) that adds them up, always in the same order.
 //
 // A block has a tile of outputs, and walks over K with the next two stages of x and weight on their way. Tiles go down
 // kGroup rows before they go one column on: those in flight then share rows of x and of weight, which come from L2. A
@@ -12,11 +12,11 @@
 //
 // Read from machine code for 8.0 (tests/compiled/nvcc-13.0.csv): a warp's step of 64 x 64 outputs and 32 of K is 64
 // HMMA, 16 LDSM, 8 LDGSTS and 131 instructions in all, 49 % of them products, in 512 clocks of products; in smaller
-// tiles 30 % and 28 %.
+// tiles 30 % and 28 %. Those are bound by shared memory there, 144 and 192 bytes a clock: they are for few rows.
 //
 // The sums leave through shared memory in fp32, so that a thread has 8 neighbouring columns: for stores of 16 bytes,
-// for one word of random bits each four, and for code that has 8 activations instead of 128. With two blocks on a
-// multiprocessor, one's activations (some 20 instructions an output for erf, a quarter of a product's time at K = 768
+// for one counter of random bits each four, and for code that has 8 activations instead of 128. With two blocks on a
+// multiprocessor, one's activations (some 20 instructions an output for erf, a fifth of the products' time at K = 768
 // on 8.0) run beside the other's products.
 //
 // What stays with torch: the GEMMs of a backward pass, behind bias_activation's kernel, and those whose outputs a
@@ -31,7 +31,6 @@
 // torch's GEMM are the better choices.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "bias_activation.cuh"
@@ -72,9 +71,8 @@ struct Gemm {
   Global<const T> x, weights[kMostWeights], biases[kMostWeights];
   int64_t rows, stride_x, strides_weight[kMostWeights];
   int count, width, width_in;
-  int part;        // of K, that a block sums
-  bool is_vector;  // whether 16-byte accesses fit outputs
-  Ending<T> ending;
+  int split_length;
+  Epilogue<T> epilogue;
   Global<float> partial;
 
   __host__ explicit Gemm(const GemmArgs& a)
@@ -84,9 +82,8 @@ struct Gemm {
         count(a.count),
         width(a.width),
         width_in(a.width_in),
-        part(a.plan.part),
-        is_vector(a.width % kPacket<T> == 0),
-        ending(a.out, a.pre, a.dropout, a.formula),
+        split_length(a.plan.split_length),
+        epilogue(a.out, a.pre, a.dropout, a.formula, a.width),
         partial(a.partial) {
     for (int i = 0; i < count; ++i) {
       weights[i] = static_cast<const T*>(a.weights[i].data);
@@ -123,7 +120,9 @@ class SumsTile {
   Shared<float> data_;
 };
 
-// Rows that a block reads step by step along K, from the same rows of memory into stages of a tile.
+// Rows that a block reads step by step along K, from the same rows of memory into stages of a tile. Their addresses
+// stay in registers, which SharedTile::copy, beside attention's sums, spares: it makes them anew, 40 instructions more
+// a step.
 template <class T, class Tile, int kRows, int kThreads>
 class Panel {
  public:
@@ -296,32 +295,32 @@ __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kTile.blocks) gemm_ker
   accumulate<Tiles>(sums, args, 0, args.width_in);
   const TilePlace place = tile_of_block<Tiles>(args);
   load_bias<Tiles>(bias, args, place);
-  const auto key = args.ending.dropout.key();
+  const auto key = args.epilogue.dropout.key();
   const int64_t width = static_cast<int64_t>(args.count) * args.width;
   const int first = place.weight * args.width + place.column;
   for_each_packet<Tiles>(sums, place.rows, [&](int row, int column, float (&values)[8]) {
 #pragma unroll
     for (int k = 0; k < 8; ++k) values[k] += bias[k];
-    args.ending.store(key, place.row + row, first + column, (place.row + row) * width + first + column,
-                      columns_from(place, column), args.is_vector, values);
+    args.epilogue.store(key, place.row + row, first + column, (place.row + row) * width + first + column,
+                        columns_from(place, column), args.epilogue.is_vector, values);
   });
 }
 
-// One of the parts that K is split into.
+// A split of K.
 template <class T, GemmShape kShape, class Tiles = GemmTiles<T, kShape>>
-__global__ void __launch_bounds__(Tiles::kThreads, Tiles::kTile.blocks) gemm_kernel_part(const Gemm<T> args) {
-  const int part = static_cast<int>(blockIdx.y), begin = part * args.part;
+__global__ void __launch_bounds__(Tiles::kThreads, Tiles::kTile.blocks) gemm_kernel_split(const Gemm<T> args) {
+  const int split = static_cast<int>(blockIdx.y), begin = split * args.split_length;
   float sums[Tiles::kM][Tiles::kN][4] = {}, bias[8] = {};
-  accumulate<Tiles>(sums, args, begin, min(begin + args.part, args.width_in));
+  accumulate<Tiles>(sums, args, begin, min(begin + args.split_length, args.width_in));
   const TilePlace place = tile_of_block<Tiles>(args);
-  if (part == 0) load_bias<Tiles>(bias, args, place);
+  if (split == 0) load_bias<Tiles>(bias, args, place);
   const int64_t width = static_cast<int64_t>(args.count) * args.width;
   const int first = place.weight * args.width + place.column;
   for_each_packet<Tiles>(sums, place.rows, [&](int row, int column, float (&values)[8]) {
 #pragma unroll
     for (int k = 0; k < 8; ++k) values[k] += bias[k];
-    const Global<float> target = args.partial + ((part * args.rows + place.row + row) * width + first + column);
-    if (args.is_vector) {
+    const Global<float> target = args.partial + ((split * args.rows + place.row + row) * width + first + column);
+    if (args.epilogue.is_vector) {
       store_packet<true>(target, columns_from(place, column), values);
     } else {
       store_packet<false>(target, columns_from(place, column), values);
@@ -332,13 +331,13 @@ __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kTile.blocks) gemm_ker
 template <class T, GemmShape kShape>
 void launch_gemm_tile(void (*kernel)(Gemm<T>), const GemmArgs& a, cudaStream_t stream) {
   using Tiles = GemmTiles<T, kShape>;
-  launch("gemm", kernel, tiles_of(a.rows, Tiles::kRows) * a.count * tiles_of(a.width, Tiles::kColumns), a.plan.parts,
+  launch("gemm", kernel, tiles_of(a.rows, Tiles::kRows) * a.count * tiles_of(a.width, Tiles::kColumns), a.plan.splits,
          Tiles::kThreads, Tiles::kSharedBytes, stream, Gemm<T>(a));
 }
 
 template <class T>
 void launch_gemm_of(const GemmArgs& a, cudaStream_t stream) {
-  if (a.plan.parts > 1) return launch_gemm_tile<T, kPartShape>(gemm_kernel_part<T, kPartShape>, a, stream);
+  if (a.plan.splits > 1) return launch_gemm_tile<T, kSplitShape>(gemm_kernel_split<T, kSplitShape>, a, stream);
   switch (a.plan.shape) {
     case GemmShape::k128x128:
       return launch_gemm_tile<T, GemmShape::k128x128>(gemm_kernel<T, GemmShape::k128x128>, a, stream);

@@ -16,13 +16,13 @@ constexpr int kMostWeights = 3;
 // Tiles of outputs that a block can have, rows x columns.
 enum class GemmShape : int32_t { k128x128, k128x64, k64x64 };
 
-// Of blocks that sum a part of K.
-constexpr GemmShape kPartShape = GemmShape::k64x64;
+// The one that sums a split of K.
+constexpr GemmShape kSplitShape = GemmShape::k64x64;
 
 struct GemmPlan {
   GemmShape shape;
-  int parts;  // into which K is split, each summed by blocks of its own
-  int part;   // the length of each but the last
+  int splits;        // of K, each summed by blocks of its own
+  int split_length;  // of each but the last, which is shorter or as long
 };
 
 // x weight^T + bias for up to three weights of one shape, their outputs side by side.
@@ -37,7 +37,7 @@ struct GemmArgs {
   Array out, pre;
   DropoutArgs dropout;
   Formula formula;
-  // Where it is: (parts, rows, count * width), which add up to the sums with bias.
+  // Where it is: (splits, rows, count * width), which add up to the sums with bias.
   float* partial;
 };
 
@@ -46,23 +46,23 @@ constexpr int64_t tiles_of(int64_t length, int tile) {
 }
 
 // The largest tile of which there is one for each multiprocessor: larger ones read less, and a multiprocessor without
-// a tile computes nothing. 64 rows, or 64 columns, need no more.
+// a tile computes nothing. 64 rows take the smallest, and 64 columns no tile of 128.
 //
-// Where even the smallest leave half of the multiprocessors idle, K is split into parts of 256 or more, which fill the
-// pipeline once, and at most 8, because each part costs 8 bytes an output through memory.
+// Where even the smallest leave half of the multiprocessors idle, K is split, as Triton's kernels split it
+// (`kernels.tiles.gemm_splits`): 256 or more for each split but the last, which fill the pipeline once, and at
+// most 8, because each costs 8 bytes an output through memory. Whole steps, so that the last may be shorter.
 inline GemmPlan gemm_plan(int64_t rows, int width, int count, int width_in, int multiprocessors) {
   const auto fills = [&](int tile_rows, int tile_columns) {
-    return rows > 64 && width > tile_columns / 2 &&
-           tiles_of(rows, tile_rows) * count * tiles_of(width, tile_columns) >= multiprocessors;
+    return tiles_of(rows, tile_rows) * count * tiles_of(width, tile_columns) >= multiprocessors;
   };
-  if (fills(128, 128)) return {GemmShape::k128x128, 1, width_in};
-  if (fills(128, 64)) return {GemmShape::k128x64, 1, width_in};
-  constexpr int kStep = 64, kShortest = 256, kMostParts = 8;
+  if (rows > 64 && width > 64 && fills(128, 128)) return {GemmShape::k128x128, 1, width_in};
+  if (rows > 64 && fills(128, 64)) return {GemmShape::k128x64, 1, width_in};
+  constexpr int kStep = 64, kShortest = 256, kMostSplits = 8;
   const int64_t tiles = tiles_of(rows, 64) * count * tiles_of(width, 64);
-  const int parts = static_cast<int>(std::min<int64_t>({multiprocessors / tiles, width_in / kShortest, kMostParts}));
-  if (parts < 2) return {GemmShape::k64x64, 1, width_in};
-  const int part = static_cast<int>(tiles_of(tiles_of(width_in, kStep), parts)) * kStep;
-  return {kPartShape, static_cast<int>(tiles_of(width_in, part)), part};
+  const int wanted = static_cast<int>(std::min<int64_t>({multiprocessors / tiles, width_in / kShortest, kMostSplits}));
+  if (wanted < 2) return {GemmShape::k64x64, 1, width_in};
+  const int length = static_cast<int>(tiles_of(tiles_of(width_in, kStep), wanted)) * kStep;
+  return {kSplitShape, static_cast<int>(tiles_of(width_in, length)), length};
 }
 
 // Kernels of one element type are compiled in a unit of their own, side by side with the others.

@@ -67,7 +67,7 @@ std::tuple<Tensor, Tensor> linear_gelu_separate_fwd(Tensor x, Tensor weight, std
   args.dropout = dropout_of(seed, dropout_p);
   args.formula = formula;
   args.rows = rows_of(sizes);
-  args.width = static_cast<int>(weight.size(0));
+  args.width = checked_size("weight's rows", weight.size(0));
   launch_bias_activation_fwd(args, on.stream());
   return {out, pre};
 }
@@ -76,10 +76,9 @@ std::tuple<Tensor, Tensor> linear_gelu_fwd(Tensor x, Tensor weight, std::optiona
                                            std::optional<Tensor> seed, double dropout_p, bool need_pre) {
   check_linear(x, weight, bias);
   const OnDevice on(x);
-  const Tensor x_rows = as_rows(x), weight_rows = as_rows(weight);
-  if (!fits_gemm(x_rows) || !fits_gemm(weight_rows)) {
-    return linear_gelu_separate_fwd(x, weight, bias, activation, seed, dropout_p, need_pre);
-  }
+  const std::optional<Tensor> rows = fits_gemm(weight) ? gemm_rows(x) : std::nullopt;
+  if (!rows) return linear_gelu_separate_fwd(x, weight, bias, activation, seed, dropout_p, need_pre);
+
   std::vector<int64_t> sizes = sizes_of(x);
   sizes.back() = weight.size(0);
   const Tensor out = new_empty(x, sizes, x.scalar_type());
@@ -91,7 +90,7 @@ std::tuple<Tensor, Tensor> linear_gelu_fwd(Tensor x, Tensor weight, std::optiona
   args.dropout = dropout_of(seed, dropout_p);
   args.formula = formula_of(activation);
   if (out.numel() == 0) return {out, pre};
-  run_gemm(args, x_rows, {weight_rows}, {bias}, out, on);
+  run_gemm(args, *rows, {weight}, {bias}, out, on);
   return {out, pre};
 }
 

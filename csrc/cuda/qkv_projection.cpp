@@ -1,6 +1,7 @@
 // The op qkv_projection_fwd on CUDA: one GEMM over three weights where they lie.
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
 #include <optional>
 #include <vector>
 
@@ -17,7 +18,9 @@ Tensor qkv_projection_fwd(Tensor x, Tensor weight_q, Tensor weight_k, Tensor wei
                               *kBiases[] = {"bias_q", "bias_k", "bias_v"};
   check_float("x", x);
   check_min_dim("x", x, 1);
-  const int64_t width = weight_q.dim() == 2 ? weight_q.size(0) : 0, width_in = x.size(x.dim() - 1);
+  const int64_t width_in = x.size(x.dim() - 1);
+  STD_TORCH_CHECK(weight_q.dim() == 2, "weight_q: expected shape (N, ", width_in, "), got ", shape_of(weight_q));
+  const int64_t width = weight_q.size(0);
   std::vector<Tensor> weights{weight_q, weight_k, weight_v};
   std::vector<std::optional<Tensor>> biases{bias_q, bias_k, bias_v};
   for (size_t i = 0; i < weights.size(); ++i) {
@@ -34,13 +37,9 @@ Tensor qkv_projection_fwd(Tensor x, Tensor weight_q, Tensor weight_k, Tensor wei
   Tensor out = new_empty(x, sizes, x.scalar_type());
   if (out.numel() == 0) return out;
 
-  const Tensor rows = as_rows(x);
-  bool fits = fits_gemm(rows);
-  for (Tensor& weight : weights) {
-    weight = as_rows(weight);
-    fits = fits && fits_gemm(weight);
-  }
-  if (!fits) {
+  const std::optional<Tensor> rows =
+      std::all_of(weights.begin(), weights.end(), fits_gemm) ? gemm_rows(x) : std::nullopt;
+  if (!rows) {
     for (int64_t i = 0; i < 3; ++i) {
       Tensor part = torch::stable::narrow(out, out.dim() - 1, i * width, width);
       torch::stable::copy_(part, linear(x, weights[i], biases[i]));
@@ -51,7 +50,7 @@ Tensor qkv_projection_fwd(Tensor x, Tensor weight_q, Tensor weight_k, Tensor wei
   GemmArgs args{};
   args.out = mutable_array_of(out);
   args.formula = Formula::kLinear;
-  run_gemm(args, rows, weights, biases, out, on);
+  run_gemm(args, *rows, weights, biases, out, on);
   return out;
 }
 
