@@ -51,8 +51,15 @@ def timings(report: Report) -> None:
     width, inner, rows, lengths = (WIDTH, FEED_FORWARD, ROWS, LENGTHS) if on_gpu else (48, 96, (16,), (8,))
     rounds, seconds = (15, 0.005) if on_gpu else (3, 0.001)
     peaks = _peaks(report, rounds, stopwatch)
+    # Each line of the table in `gemm_forms`: few rows, many, K in between, and long.
+    for sizes in (
+        (16, width, inner),
+        *((m, width, inner) for m in rows),
+        (rows[-1], 512, inner),
+        (rows[-1], 8192, 1024),
+    ):
+        _gemms(report, *(sizes if on_gpu else (8, 16, 24)), rounds, seconds, stopwatch)
     for m in rows:
-        _gemms(report, m, width, inner, rounds, seconds, stopwatch)
         around, attention = _cases(m, width, inner, report.device), _attention_cases(m, lengths, width, report.device)
         for case in chain(around, attention):
             if report.seconds_left() < CASE_SECONDS:
@@ -105,7 +112,8 @@ def _gemms(report: Report, m: int, n: int, f: int, rounds: int, seconds: float, 
         report.not_run(title, "out of time")
         return
     with report.guard(title):
-        x, weight = (torch.randn(rows, n, device=report.device).to(DTYPE) for rows in (m, f))
+        x, weight = torch.randn(m, n, device=report.device), n**-0.5 * torch.randn(f, n, device=report.device)
+        x, weight = x.to(DTYPE), weight.to(DTYPE)
         bias = torch.zeros(f, dtype=DTYPE, device=report.device)
         serving = [c.backend for c in backends.candidates() if c.op == "linear_gelu" and _serves(c, report.device)]
         forms = {name: op for name, op in FWD.items() if name in serving}
@@ -113,6 +121,13 @@ def _gemms(report: Report, m: int, n: int, f: int, rounds: int, seconds: float, 
         arguments = x, weight, bias, "gelu", None, 0.0, False
         calls = {name: partial(op, *arguments) for name, op in forms.items()}
         calls["GEMM"] = partial(torch.nn.functional.linear, *arguments[:3])
+        exact = torch.nn.functional.gelu(calls["GEMM"]().float())
+        for name, op in forms.items():
+            # Of numbers up to 6, rounded twice.
+            error = (op(*arguments)[0].float() - exact).abs().max().item()
+            if not error < 2**-4:
+                report.failed(f"{title}, {name}", f"is off by {error}")
+                del calls[name]
         taken = measure.interleave(calls, rounds=rounds, min_seconds=seconds, stopwatch=stopwatch)
         alone = taken["GEMM"].quantiles.median
         for name, timing in taken.items():

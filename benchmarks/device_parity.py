@@ -13,14 +13,16 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 import bertfast
-from bertfast import backends, ops, weight_cache
+from bertfast import backends, gemm_forms, ops, weight_cache
 from bertfast.benchmarks import measure
 from bertfast.benchmarks.device_check import Report, Stage, command_of
 
@@ -49,6 +51,9 @@ def row_ops(report: Report) -> None:
 def gemm_ops(report: Report) -> None:
     """linear_gelu, feed_forward and qkv_projection."""
     _ops(report, ("linear_gelu", "feed_forward", "qkv_projection"))
+    # Its kernel also at sizes at which it would leave the product to torch.
+    with patch.object(gemm_forms, "is_separate", return_value=False):
+        _parity(report, ("linear_gelu", "feed_forward"), ("cuda",), of=gemm_cases, note=", its own GEMM")
     with report.guard("packed weights"):
         _packed_weights(report)
 
@@ -138,7 +143,9 @@ def _ops(report: Report, names: tuple[str, ...]) -> None:
                 _autocast(report, op, ours, stock)
 
 
-def _parity(report: Report, names: tuple[str, ...], allowed: tuple[str, ...]) -> None:
+def _parity(
+    report: Report, names: tuple[str, ...], allowed: tuple[str, ...], of: Callable | None = None, note: str = ""
+) -> None:
     try:
         from helpers.poison import poisoned
         from helpers.tolerance import assert_parity
@@ -148,7 +155,7 @@ def _parity(report: Report, names: tuple[str, ...], allowed: tuple[str, ...]) ->
     for capability in backends.candidates():
         if capability.op not in names or capability.backend not in allowed:
             continue
-        what = f"{capability.op} {capability.backend}"
+        what = f"{capability.op} {capability.backend}{note}"
         if capability.devices is not None and report.device not in capability.devices:
             report.not_run(what, f"for {', '.join(sorted(capability.devices))} only")
             continue
@@ -159,7 +166,7 @@ def _parity(report: Report, names: tuple[str, ...], allowed: tuple[str, ...]) ->
         if reason is not None:
             report.not_run(what, reason)
             continue
-        for title, make in cases(capability.op, small=report.rehearse).items():
+        for title, make in (of or cases)(capability.op, small=report.rehearse).items():
             for dtype in DTYPES:
                 item = f"{what} {title} {_name(dtype)}"
                 with report.guard(item), poisoned():
@@ -293,6 +300,31 @@ def cases(op: str, small: bool) -> dict[str, Make]:
             "no biases": lambda t: qkv(65, 128, 96, t, biases=False),
         },
     }[op]
+
+
+def gemm_cases(op: str, small: bool) -> dict[str, Callable[[torch.dtype], Any]]:
+    """linear_gelu and feed_forward in each tile of the kernel in CUDA C++, on cards of up to 170 multiprocessors, in
+    splits of K, and with columns that are no whole words."""
+    from helpers import op_cases
+
+    def layer(m, k, n, dtype, **settings):
+        draw = partial(op_cases.random, dtype=dtype)
+        inputs = {"x": draw(m, k, seed=0), "weight": draw(n, k, seed=1, scale=k**-0.5), "bias": draw(n, seed=2)}
+        if op == "linear_gelu":
+            return op_cases.LinearGelu(inputs)
+        inputs = {"x": inputs["x"], "w_in": inputs["weight"], "b_in": inputs["bias"]}
+        inputs |= {"w_out": draw(64, n, seed=3, scale=n**-0.5), "b_out": draw(64, seed=4)}
+        return op_cases.FeedForward(inputs, {"dropout_p": 0.3, "seed": op_cases.seed_tensor()})
+
+    if small:
+        return {"64 x 64": lambda t: layer(7, 24, 40, t)}
+    return {
+        "128 x 128": lambda t: layer(1100, 768, 3072, t),
+        "128 x 64": lambda t: layer(500, 768, 3072, t),
+        "64 x 64": lambda t: layer(130, 256, 3072, t),
+        "splits": lambda t: layer(9, 3000, 200, t),
+        "odd columns": lambda t: layer(130, 128, 77, t),
+    }
 
 
 def _autocast_calls(device: str) -> dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]]:

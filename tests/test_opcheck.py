@@ -108,7 +108,7 @@ def test_mixed_dtypes(operator):
     opcheck(operator, (x, residual, weight.float(), bias.half(), *rest))
 
 
-LINEAR = [((6, 33), "contiguous"), ((2, 3, 8), "transposed"), ((0, 8), "contiguous")]
+LINEAR = [((6, 33), "contiguous"), ((2, 3, 8), "transposed"), ((0, 8), "contiguous"), ((6, 512), "contiguous")]
 
 
 @_each("linear_gelu_fwd")
