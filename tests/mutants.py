@@ -147,7 +147,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("files", nargs="*", metavar="KERNEL", help="kernel files without suffix; all by default")
     parser.add_argument("--again", action="store_true", help="also mutants that have a result")
-    parser.add_argument("--survivors", action="store_true", help="those that survived without a reason, anew")
+    parser.add_argument("--survivors", action="store_true", help="only those that survived without a reason, anew")
     parser.add_argument("--check", action="store_true", help="run nothing")
     parser.add_argument("--jobs", type=int, default=2, help="mutants side by side (2)")
     budgets = f"{TRITON.budget}, of CUDA {CUDA.budget}"
@@ -160,8 +160,9 @@ def main() -> int:
 
     def wanted(mutant: Mutant) -> bool:
         verdict = verdict_of(mutant, results)
-        unexplained = verdict == "survived" and mutant.name not in reasons
-        return arguments.again or verdict is None or (arguments.survivors and unexplained)
+        if arguments.survivors:
+            return verdict == "survived" and mutant.name not in reasons
+        return arguments.again or verdict is None
 
     waiting = [] if arguments.check else [mutant for mutant in mutants if wanted(mutant)]
     # What a run has done when it is stopped is a sample of all.
