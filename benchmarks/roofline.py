@@ -71,7 +71,7 @@ def attention(pass_: str, lengths: Sequence[int], n: int, e: int, rows: int | No
 
 
 def add_layer_norm(pass_: str, tokens: int, n: int, e: int) -> Cost:
-    """Two inputs and an output; backward reads the output (or the sum) and a gradient, and writes one for both inputs."""
+    """Two inputs and an output; backward reads the output (or the sum) and a gradient, writes one for both."""
     row, parameters = tokens * n * e, 2 * n * e
     return by_pass(pass_, Cost(0, 3 * row + parameters), Cost(0, 3 * row + 2 * parameters))
 
