@@ -23,7 +23,8 @@ from bertfast.benchmarks.records import Cell, Row, Skipped
 from bertfast.benchmarks.roofline import Ceilings, Cost
 
 Results = Mapping[str, Tensor]
-STOCK_FACTOR = 2.0
+# An error may be twice the largest of the yardsticks and two roundings of the largest value.
+STOCK_FACTOR, ROUNDINGS = 2.0, 2.0
 # Of a reason: what a table can show in a line.
 LONGEST_REASON = 200
 
@@ -58,7 +59,7 @@ class Contest:
         contestants: functions that build them, so that one that cannot be built is one line; the first one that is
             timed of `over` is what the others' speed is compared with.
         exact: the results in float64.
-        yardstick: those of the plain formula in the cell's dtype: an error may be twice its error and one rounding.
+        yardsticks: those of PyTorch in the cell's dtype: what rounding does to a formula.
         over: contestants to take as baseline, in this order.
         parameter_dtype: what modules must have; the cell's by default.
     """
@@ -68,7 +69,7 @@ class Contest:
     inputs: Sequence[Any]
     contestants: Mapping[str, Callable[[], Entrant]]
     exact: Callable[[], Results]
-    yardstick: Callable[[], Results]
+    yardsticks: Sequence[Callable[[], Results]]
     over: Sequence[str] = ("eager",)
     parameter_dtype: torch.dtype | None = None
 
@@ -138,7 +139,7 @@ def run(contest: Contest, ceilings: Ceilings, timer: Timer) -> list[Row | Skippe
     """A row or a reason for each contestant, in their order. Raises nothing that a contestant raises.
 
     Raises:
-        Exception: the float64 result or the yardstick cannot be had, without which there is no comparison.
+        Exception: the float64 result or a yardstick cannot be had, without which there is no comparison.
     """
     tolerances = _Tolerances(contest)
     admitted: dict[str, _Admitted] = {}
@@ -168,18 +169,27 @@ def run(contest: Contest, ceilings: Ceilings, timer: Timer) -> list[Row | Skippe
 
 
 class _Tolerances:
-    """What each result may be off, in float64."""
+    """What each result may be off, in float64.
+
+    Raises:
+        ValueError: a yardstick is that far off that it must be wrong.
+    """
 
     def __init__(self, contest: Contest):
         self._exact = {name: value.detach().double() for name, value in contest.exact().items()}
-        self._allowed = {}
+        largest = {name: value.abs().max().item() if value.numel() else 0.0 for name, value in self._exact.items()}
         eps = torch.finfo(contest.dtype).eps
-        for name, value in contest.yardstick().items():
-            exact = self._exact[name]
-            allowed = STOCK_FACTOR * _distance(value, exact) + eps * (exact.abs().max().item() if exact.numel() else 0)
-            if not 0 < allowed < math.inf:
-                raise ValueError(f"there is no tolerance for {name}: plain PyTorch is {allowed} off")
-            self._allowed[name] = allowed
+        errors = dict.fromkeys(self._exact, 0.0)
+        for yardstick in contest.yardsticks:
+            for name, value in yardstick().items():
+                error = _distance(value, self._exact[name])
+                if not error <= eps**0.5 * largest[name]:
+                    raise ValueError(f"nothing to compare with: {name} of plain PyTorch is {error:.3g} off")
+                errors[name] = max(errors[name], error)
+        self._allowed = {
+            name: STOCK_FACTOR * error + ROUNDINGS * eps * max(largest[name], torch.finfo(torch.float32).tiny)
+            for name, error in errors.items()
+        }
 
     def error_of(self, results: Results) -> float:
         """The largest error, as a multiple of what is allowed.
