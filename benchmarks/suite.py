@@ -88,14 +88,22 @@ class Plan:
         return found
 
 
+def check_name(name: str) -> None:
+    """
+    Raises:
+        ValueError: it is none of `SUBJECTS`.
+    """
+    if name not in SUBJECTS:
+        raise ValueError(f"unknown subject {name!r}; expected one of {', '.join(SUBJECTS)}")
+
+
 def subject_of(name: str):
     """The `cases.Op` or `bench_model.Model` of a name.
 
     Raises:
         ValueError: it is none of `SUBJECTS`.
     """
-    if name not in SUBJECTS:
-        raise ValueError(f"unknown subject {name!r}; expected one of {', '.join(SUBJECTS)}")
+    check_name(name)
     if name in MODELS:
         return importlib.import_module("bertfast.benchmarks.bench_model").MODELS[name]
     return importlib.import_module(f"bertfast.benchmarks.{MODULES[name]}").SUBJECT
