@@ -109,6 +109,13 @@ def subject_of(name: str):
     return importlib.import_module(f"bertfast.benchmarks.{MODULES[name]}").SUBJECT
 
 
+def use(device: torch.device) -> str:
+    """The type of a device, which is the current one of that type from now on."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+    return device.type
+
+
 def run(
     plan: Plan,
     *,

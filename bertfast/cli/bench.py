@@ -86,7 +86,7 @@ def bench(
     for name in subjects:
         suite.check_name(name)
     plan = suite.Plan.of(
-        device_of(device).type,
+        suite.use(device_of(device)),
         quick,
         subjects=tuple(dict.fromkeys(subjects)),
         passes=passes,
