@@ -29,7 +29,7 @@ def contestants() -> Iterator:
                 yield pytest.param(cell, contestant, id=f"{name}-{pass_}-{contestant}".replace(" ", "_"))
 
 
-@pytest.mark.parametrize(("cell", "contestant"), contestants())
+@pytest.mark.parametrize(("cell", "contestant"), list(contestants()))
 def test_contestant(benchmark, cell: Cell, contestant: str) -> None:
     contest = suite.subject_of(cell.subject).contest(cell)
     timer = harness.Timer.on(torch.device(cell.device))

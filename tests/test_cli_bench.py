@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import bertfast.cli
 from bertfast import ops
 from bertfast.benchmarks import cases, harness, records, roofline, suite
 from helpers.command_line import error_of, run_here
+from helpers.project import ROOT, run_python
 
 CEILINGS = roofline.Ceilings(1e10, {"float32": 1e11, "bfloat16": 1e11})
 SMALL = ("add_layer_norm", "--quick", "--length", "4", "--device", "cpu")
@@ -51,7 +53,11 @@ def test_results_are_shown_and_written(capsys, path):
 def test_options_choose_cells(capsys, path):
     options = ("--pass", "forward", "--batch", 1, "--batch", 3, "--dtype", "bfloat16", "--rounds", 2, "--json", path)
     assert run_here(capsys, "bench", *SMALL, *options).returncode == 0
-    rows = records.read(path).rows
+    (run,), rows = records.read(path).runs, records.read(path).rows
+    assert " ".join(run.command) == (
+        "bertfast bench add_layer_norm --pass forward --batch 1 --batch 3 --length 4 --dtype bfloat16 --device cpu"
+        " --rounds 2 --quick"
+    )
     assert {(row.pass_, row.batch, row.dtype, len(row.seconds)) for row in rows} == {
         ("forward", batch, "bfloat16", 2) for batch in (1, 3)
     }
@@ -186,3 +192,16 @@ def test_the_script_of_models_can_be_told_which(monkeypatch):
         monkeypatch.setattr(sys, "argv", ["bench_model", *argv, "--quick"])
         suite.script(*suite.MODELS)
         assert given.pop() == ["bench", *subjects, "--quick"]
+
+
+@pytest.mark.slow
+def test_the_suite_runs_under_pytest_benchmark(tmp_path):
+    """And the tests' own run leaves it out."""
+    path = tmp_path / "benchmark.json"
+    options = ("--benchmark-only", "--benchmark-max-time=0.01", "--benchmark-min-rounds=1", f"--benchmark-json={path}")
+    chosen = ("-k", "add_layer_norm and forward", "-p", "no:cacheprovider", "-q")
+    done = run_python("-m", "pytest", "benchmarks/", *options, *chosen, cwd=ROOT)
+    groups = {(item["group"], item["name"]) for item in json.loads(path.read_text())["benchmarks"]}
+    assert len(groups) >= 2, done.stdout
+    assert all(group.startswith("add_layer_norm/forward/2x32/dense/") for group, _ in groups)
+    assert "deselected" in done.stdout and "failed" not in done.stdout

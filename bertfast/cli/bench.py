@@ -142,9 +142,19 @@ def _measure(plan: Plan, path: Path | None) -> list[Row | Skipped]:
 
 
 def _command() -> list[str]:
-    import sys
-
-    return ["bertfast", *sys.argv[1:]]
+    """The command that measures this again, without its files."""
+    context = click.get_current_context()
+    words = ["bertfast", "bench", *context.params["subjects"]]
+    for option in context.command.params:
+        if not isinstance(option, click.Option) or isinstance(option.type, click.Path):
+            continue
+        value = context.params[option.name]
+        if option.is_flag:
+            words += [option.opts[0]] if value else []
+        elif value is not None and value != option.default:
+            for item in value if option.multiple else [value]:
+                words += [option.opts[0], str(item)]
+    return words
 
 
 @contextmanager
