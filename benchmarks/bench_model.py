@@ -119,8 +119,8 @@ class Model:
         step = partial(_train if train else _infer, model, autocast)
         if name.startswith("bertfast "):
             order = name.removeprefix("bertfast "), "torch"
-            return Entrant(_pinned(step, order), _pinned(check, order), [model])
-        return Entrant(step, check, [model])
+            step, check = _pinned(step, order), _pinned(check, order)
+        return Entrant(step, check, [model], model.zero_grad)
 
 
 class _Models:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,11 +20,11 @@ from bertfast.benchmarks import measure
 from bertfast.benchmarks.memory import peak_bytes
 from bertfast.benchmarks.records import Cell, Row, Skipped
 from bertfast.benchmarks.roofline import Ceilings, Cost
+from bertfast.benchmarks.timer import Timer
 
 Results = Mapping[str, Tensor]
 # An error may be twice the largest of the yardsticks and two roundings of the largest value.
 STOCK_FACTOR, ROUNDINGS = 2.0, 2.0
-# Of a reason: what a table can show in a line.
 LONGEST_REASON = 200
 
 
@@ -41,11 +40,13 @@ class Entrant:
         call: what is timed, on one of the contest's inputs.
         check: what it computes of the first inputs, by name; by default `call` returns that.
         modules: those at work: their mode and their parameters' dtype must be the cell's.
+        reset: frees what an earlier call left to a later one, so that peaks of memory are alike.
     """
 
     call: Callable[[Any], Any]
     check: Callable[[], Results] | None = None
     modules: Sequence[nn.Module] = ()
+    reset: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -80,41 +81,6 @@ class Contest:
     @property
     def is_training(self) -> bool:
         return self.cell.pass_ == "training"
-
-
-@dataclass(frozen=True)
-class Timer:
-    """How to time: `measure.interleave`'s arguments, and the clock of first calls."""
-
-    rounds: int = 7
-    min_seconds: float = 0.02
-    clock: Callable[[], float] = time.perf_counter
-    synchronize: Callable[[], None] | None = None
-    stopwatch: Callable[[Callable[[], object], int], float] | None = None
-
-    @classmethod
-    def on(cls, device: torch.device, **options: Any) -> Timer:
-        """CUDA events on a GPU, else the clock."""
-        stopwatch = measure.cuda_stopwatch if device.type == "cuda" else None
-        return cls(synchronize=measure.synchronizer(device), stopwatch=stopwatch, **options)
-
-    def first(self, call: Callable[[], object]) -> tuple[float, object]:
-        """Seconds of one call by the clock, and what it returned."""
-        start = self.clock()
-        result = call()
-        if self.synchronize:
-            self.synchronize()
-        return self.clock() - start, result
-
-    def rounds_of(self, calls: Mapping[str, Callable[[], object]]) -> dict[str, measure.Timing]:
-        return measure.interleave(
-            calls,
-            rounds=self.rounds,
-            min_seconds=self.min_seconds,
-            synchronize=self.synchronize,
-            clock=self.clock,
-            stopwatch=self.stopwatch,
-        )
 
 
 @dataclass(frozen=True)
@@ -237,6 +203,7 @@ def _admit(contest: Contest, name: str, entrant: Entrant, tolerances: _Tolerance
     del results
     for inputs in contest.inputs:
         entrant.call(inputs)
+    entrant.reset()
     peak = peak_bytes(lambda: entrant.call(contest.inputs[0]), contest.cell.device)
     turn = itertools.cycle(contest.inputs)
 

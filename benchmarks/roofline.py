@@ -9,15 +9,23 @@ Backward does each product's work twice, and attention's five products for two: 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
 from bertfast.benchmarks import measure
 
 ID_BYTES = 8
+Shape = tuple[int, int, int]
+# Large, square and as BERT has them: libraries have their best tiles for one or the other.
+GEMMS: dict[str, Sequence[Shape]] = {
+    "cuda": ((8192, 8192, 8192), (16384, 3072, 768), (16384, 4096, 4096)),
+    "cpu": ((1024, 1024, 1024), (64, 3072, 768), (512, 3072, 768), (512, 768, 3072)),
+}
 FORWARD, BACKWARD, BOTH = "forward", "backward", "both"
 INFERENCE, TRAINING = "inference", "training"
 
@@ -175,29 +183,28 @@ class Ceilings:
 
 
 def measure_ceilings(
-    device: torch.device, dtypes: Sequence[str], *, copy_bytes: int | None = None, size: int | None = None
+    device: torch.device, dtypes: Sequence[str], *, copy_bytes: int | None = None, shapes: Sequence[Shape] | None = None
 ) -> Ceilings:
-    """The fastest of some rounds of PyTorch's copy and GEMM.
+    """The fastest round of PyTorch's copy, and of its GEMM in the fastest of some shapes.
 
     Args:
         device: to measure.
         dtypes: of the GEMM.
-        copy_bytes: what is copied, far beyond any cache: 1 GiB on a GPU, 256 MiB elsewhere.
-        size: of the GEMM's square matrices: 8192 on a GPU, 1024 elsewhere.
+        copy_bytes: what is copied, far beyond most caches: 1 GiB on a GPU, 256 MiB elsewhere.
+        shapes: (m, n, k) of the GEMM; `GEMMS` of the device.
     """
-    on_gpu = device.type == "cuda"
-    options = {"stopwatch": measure.cuda_stopwatch} if on_gpu else {"synchronize": measure.synchronizer(device)}
-    source = torch.randn((copy_bytes or (2**30 if on_gpu else 2**28)) // 4, device=device)
+    options = {"stopwatch": measure.cuda_stopwatch} if device.type == "cuda" else {}
+    source = torch.randn((copy_bytes or (2**30 if device.type == "cuda" else 2**28)) // 4, device=device)
     target = torch.empty_like(source)
     bandwidth = 2 * source.nbytes / _fastest(partial(target.copy_, source), **options)
     del source, target
-    size = size or (8192 if on_gpu else 1024)
-    flops = {}
-    for dtype in dtypes:
-        a, b = (torch.randn(size, size, device=device).to(getattr(torch, dtype)) for _ in range(2))
-        flops[dtype] = 2 * size**3 / _fastest(partial(torch.nn.functional.linear, a, b), **options)
+    flops = dict.fromkeys(dtypes, 0.0)
+    for dtype, (m, n, k) in itertools.product(dtypes, shapes or GEMMS.get(device.type, GEMMS["cpu"])):
+        a, b = (torch.randn(rows, k, device=device).to(getattr(torch, dtype)) for rows in (m, n))
+        seconds = _fastest(partial(torch.nn.functional.linear, a, b), **options)
+        flops[dtype] = max(flops[dtype], 2 * m * n * k / seconds)
     return Ceilings(bandwidth, flops)
 
 
-def _fastest(call, **options) -> float:
-    return min(measure.interleave({"": call}, rounds=7, **options)[""].seconds)
+def _fastest(call: Callable[[], object], **options: Any) -> float:
+    return min(measure.interleave({"": call}, rounds=15, min_seconds=0.01, **options)[""].seconds)

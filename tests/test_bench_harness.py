@@ -231,6 +231,19 @@ def test_the_peak_is_that_of_the_call():
     assert memory.peak_bytes(call, "meta") is None
 
 
+def test_what_a_call_leaves_behind_does_not_change_its_peak():
+    """A training step frees the gradients of the one before it."""
+    kept = {}
+
+    def call(x):
+        kept.clear()
+        kept["gradient"] = torch.zeros(250_000)
+        return {"out": 2 * x}
+
+    peaks = [run(contest({"eager": Entrant(call, reset=kept.clear)}))["eager"].peak_bytes for _ in range(2)]
+    assert peaks == [pytest.approx(1e6, rel=0.001)] * 2
+
+
 def test_the_profiler_is_silent(capfd):
     memory.peak_bytes(lambda: X + 1, "cpu")
     assert capfd.readouterr() == ("", "")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -148,17 +146,17 @@ def test_the_slower_of_memory_and_arithmetic_is_the_floor():
 
 
 def test_ceilings_are_measured_by_dtype():
-    found = roofline.measure_ceilings(torch.device("cpu"), ["float32", "bfloat16"], copy_bytes=2**20, size=64)
+    found = roofline.measure_ceilings(
+        torch.device("cpu"), ["float32", "bfloat16"], copy_bytes=2**20, shapes=[(64,) * 3]
+    )
     assert set(found.flops_per_second) == {"float32", "bfloat16"}
     assert all(rate > 1e6 for rate in (found.bytes_per_second, *found.flops_per_second.values()))
 
 
-def test_a_copy_reads_and_writes_and_a_product_multiplies_and_adds(monkeypatch):
-    seconds = itertools.cycle([0.5, 0.25, 1.0, 0.5, 0.5, 0.5, 0.5])
-    monkeypatch.setattr(
-        roofline.measure,
-        "interleave",
-        lambda calls, **_: {"": roofline.measure.Timing(tuple(next(seconds) for _ in range(7)))},
-    )
-    found = roofline.measure_ceilings(torch.device("cpu"), ["float32"], copy_bytes=4000, size=10)
-    assert found == Ceilings(2 * 4000 / 0.25, {"float32": 2 * 10**3 / 0.25})
+def test_the_fastest_round_of_the_fastest_shape_is_the_ceiling(monkeypatch):
+    """A copy reads and writes, a product multiplies and adds."""
+    rounds = iter([(0.5, 0.25, 1.0), (0.5, 0.75, 0.5), (2.0, 4.0, 1.0)])
+    monkeypatch.setattr(roofline.measure, "interleave", lambda calls, **_: {"": roofline.measure.Timing(next(rounds))})
+    shapes = [(10, 20, 30), (10, 20, 70)]
+    found = roofline.measure_ceilings(torch.device("cpu"), ["float32"], copy_bytes=4000, shapes=shapes)
+    assert found == Ceilings(2 * 4000 / 0.25, {"float32": 2 * 10 * 20 * 70 / 1.0})
