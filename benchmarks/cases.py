@@ -170,6 +170,8 @@ class Op:
         # Every op begins anew. A backward pass that is timed keeps its graph, so no buffer of it can be given away.
         torch._dynamo.reset()
         torch._functorch.config.donated_buffer = False
+        if cell.pass_ == "backward" and mode == "max-autotune":
+            mode = "max-autotune-no-cudagraphs"  # a graph's next replay overwrites what the kept one needs
         return self._entrant(cell, torch.compile(self.eager, mode=mode))
 
 

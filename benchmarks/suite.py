@@ -20,6 +20,7 @@ import torch
 
 from bertfast.benchmarks import harness, measure, peers, roofline
 from bertfast.benchmarks.records import Cell, Row, Run, Skipped, key
+from bertfast.benchmarks.timer import Timer
 
 MODULES = {
     "attention": "bench_attention",
@@ -137,7 +138,7 @@ def run(
     started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     facts = Run(started, list(command), machine(plan), asdict(ceilings))
     yield [facts, *(line for line in peers.skipped(cells) if line.key not in done)]
-    timer = harness.Timer.on(device, rounds=plan.rounds, min_seconds=plan.min_seconds)
+    timer = Timer.on(device, rounds=plan.rounds, min_seconds=plan.min_seconds)
     for cell in cells:
         show(str(cell))
         yield measured(cell, plan, ceilings, timer, done)
@@ -145,7 +146,7 @@ def run(
 
 
 def measured(
-    cell: Cell, plan: Plan, ceilings: roofline.Ceilings, timer: harness.Timer, done: frozenset[str] | set[str]
+    cell: Cell, plan: Plan, ceilings: roofline.Ceilings, timer: Timer, done: frozenset[str] | set[str]
 ) -> list[Row | Skipped]:
     """What a cell gives; one line where it cannot be measured at all."""
     try:

@@ -14,6 +14,7 @@ import torch
 
 from bertfast.benchmarks import harness, suite
 from bertfast.benchmarks.records import Cell
+from bertfast.benchmarks.timer import Timer
 
 BATCH, LENGTH = 2, 32
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -32,7 +33,7 @@ def contestants() -> Iterator:
 @pytest.mark.parametrize(("cell", "contestant"), list(contestants()))
 def test_contestant(benchmark, cell: Cell, contestant: str) -> None:
     contest = suite.subject_of(cell.subject).contest(cell)
-    timer = harness.Timer.on(torch.device(cell.device))
+    timer = Timer.on(torch.device(cell.device))
     call = harness.ready(contest, contestant, timer)
 
     def finished() -> None:
