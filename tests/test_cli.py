@@ -34,7 +34,7 @@ def test_help_lists_the_commands_and_version_is_the_packages(capsys):
 
     shown = bertfast("--help")
     assert shown.returncode == 0 and shown.stderr == ""
-    assert all(command in shown.stdout for command in ("info", "params", "check", "embed"))
+    assert all(command in shown.stdout for command in ("info", "params", "check", "embed", "bench"))
     assert run_here(capsys, "--version").stdout == f"bertfast {version('bertfast')}\n"
     assert run_here(capsys).stdout == shown.stdout
 
@@ -53,7 +53,7 @@ try:
 finally:
     print(sorted({"torch", "transformers", "numpy", "rich"} & set(sys.modules)), file=sys.stderr)
 """
-    for arguments in (["--help"], ["embed", "--help"], ["check", "--help"]):
+    for arguments in (["--help"], ["embed", "--help"], ["check", "--help"], ["bench", "--help"]):
         done = python(code, *arguments)
         assert done.returncode == 0 and "Usage: bertfast" in done.stdout and done.stderr == "[]\n", done
 

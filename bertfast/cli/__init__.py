@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import click
 
+from bertfast.cli.bench import bench
 from bertfast.cli.check import check
 from bertfast.cli.embed import embed
 from bertfast.cli.info import info
@@ -40,7 +41,7 @@ def cli() -> None:
     """An accelerated BERT backend for PyTorch."""
 
 
-for _command in (info, params, check, embed):
+for _command in (info, params, check, embed, bench):
     cli.add_command(_command)
 
 
