@@ -41,8 +41,8 @@ from bertfast.benchmarks.wording import distinct, facts, load, milliseconds, our
 LEVEL = 0.05
 # Of one row, where rounds are few.
 WORST = 0.01
-# Below 3 % nothing is called a change: two processes differ by that in where their memory lies.
-MARGIN = 0.03
+# Two processes with nothing changed differ by some per cent, in where their memory lies and what runs beside them.
+MARGIN = 0.05
 # From here on the distribution of U is as good as normal, and its table too large.
 MOST_EXACT = 60
 FASTER, SLOWER, UNCHANGED, UNKNOWN = "faster", "slower", "unchanged", "too few rounds"
@@ -145,7 +145,7 @@ def compared(before: Results, after: Results) -> Comparison:
     """Rows by key, with what must be known to believe it."""
     old, new = ({row.key: row for row in results.rows} for results in (before, after))
     both = [key for key in new if key in old]
-    level = LEVEL / max(1, len(both))
+    level = min(WORST, LEVEL / max(1, len(both)))
     changes = [_change(key, old, new, level) for key in both]
     others = [change.ratio for change in changes if not change.ours]
     return Comparison(
@@ -195,7 +195,9 @@ def warnings(before: Results, after: Results) -> list[str]:
 
 def _facts(runs: Sequence[Run]) -> dict[str, list[str]]:
     """What the runs say of the machine, each fact with its distinct values."""
-    told = [facts({name: run.machine[name] for name in run.machine if name not in ("commit", "clocks")}) for run in runs]
+    told = [
+        facts({name: run.machine[name] for name in run.machine if name not in ("commit", "clocks")}) for run in runs
+    ]
     names = dict.fromkeys(name for one in told for name in one)
     return {name: distinct([one.get(name, "") for one in told]) for name in names}
 

@@ -228,7 +228,9 @@ def _legend(figure: Figure, axes: Sequence) -> None:
         for handle, label in zip(*one.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     columns = max(1, int(figure.get_figwidth() // 2.2))
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=9
+    )
 
 
 def _png(figure: Figure) -> bytes:

@@ -117,7 +117,9 @@ def _part(name: str, results: Results, figures: Sequence[plots.Plot]) -> str:
     lines += [f"<p>Machine: {escape(machine)}</p>\n" for machine in machines]
     if len(machines) > 1:
         lines.append("<p><strong>The runs in this file differ in machine, versions or commit.</strong></p>\n")
-    lines += [f"<p>Command: <code>{escape(text)}</code></p>\n" for text in distinct([command_text(run) for run in runs])]
+    lines += [
+        f"<p>Command: <code>{escape(text)}</code></p>\n" for text in distinct([command_text(run) for run in runs])
+    ]
     lines += [f"<p>Started: {escape(str(run.started))}</p>\n" for run in runs[:1]]
     for figure in figures:
         data = base64.b64encode(figure.png).decode()
@@ -139,9 +141,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], texts: Sequence[s
 
     def line(tag: str, cells: Sequence[str]) -> str:
         kinds = [' class="text"' if name in texts else "" for name in head]
-        inner = "".join(
-            f"<{tag}{kind}>{escape(str(cell))}</{tag}>" for kind, cell in zip(kinds, cells, strict=True)
-        )
+        inner = "".join(f"<{tag}{kind}>{escape(str(cell))}</{tag}>" for kind, cell in zip(kinds, cells, strict=True))
         return f"<tr>{inner}</tr>\n"
 
     body = "".join(line("td", cells) for cells in rows)
