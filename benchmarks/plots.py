@@ -6,6 +6,7 @@ matplotlib is the extra `plot`; it is imported when something is drawn, without 
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -42,8 +43,10 @@ class Style:
 
 
 def require() -> None:
-    """Raises:
-    ValueError: matplotlib is missing.
+    """Looks for matplotlib.
+
+    Raises:
+        ValueError: it is missing.
     """
     try:
         import matplotlib.figure  # noqa: F401
@@ -69,7 +72,7 @@ def groups(rows: Sequence[Row]) -> dict[tuple[str, str, str, str, str], list[Row
 
 
 def sweeps(rows: Sequence[Row]) -> Iterator[Plot]:
-    """For each of `groups`, a figure over the length and one over the batch where two or more of these were measured."""
+    """For each of `groups`, a figure over the length and one over the batch, where two of these were measured."""
     looks = styles(row.contestant for row in rows)
     for names, members in groups(rows).items():
         for axis, fixed in (("length", "batch"), ("batch", "length")):
@@ -121,6 +124,7 @@ def _sweep(title: str, panels: dict[int, list[Row]], axis: str, fixed: str, look
         bottom.set_xlabel("length S (tokens)" if axis == "length" else "batch B (rows)")
     axes[0][0].set_ylabel("latency (ms)")
     axes[0][0].yaxis.set_major_formatter("{x:g}")
+    axes[0][0].set_ylim(_decades([1e3 * value for row in rows for value in (row.p10, row.p90)]))
     if compared:
         axes[1][0].set_ylabel(_plain(f"times as fast as {' or '.join(overs)}"))
         axes[1][0].set_ylim(bottom=0)
@@ -198,6 +202,7 @@ def _roofline(title: str, runs: Sequence[Run], rows: Sequence[Row], dtype: str, 
     axes.xaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_major_formatter(EngFormatter(unit="FLOP/s"))
     axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylim(_decades([row.flops_per_second for row in rows] + [gemm] * bool(gemm)))
     axes.grid(True, color="#DDDDDD", linewidth=0.6)
     _legend(figure, [axes])
     return figure
@@ -219,6 +224,13 @@ def _figure(width: float, height: float) -> Figure:
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+def _decades(values: Sequence[float]) -> tuple[float, float]:
+    """Limits of a logarithmic axis that has a labelled tick at both ends."""
+    logs = [math.log10(value) for value in values if value > 0] or [0.0]
+    low, high = min(logs), max(logs)
+    return 10.0 ** math.floor(low), 10.0 ** max(math.ceil(high), math.floor(low) + 1)
 
 
 def _legend(figure: Figure, axes: Sequence) -> None:
