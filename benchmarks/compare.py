@@ -5,9 +5,9 @@
 **When a change counts.** A row has one time a round, n in one file and m in the other. All n m ratios of a time after
 to a time before, sorted, bound the factor between the two by their order statistics, as the Mann-Whitney test has it:
 with the k smallest and the k largest left out, the interval misses the true factor with probability 2 P(U < k + 1),
-exactly, whatever the noise looks like, as long as rounds are independent and the change is a factor. (What a bootstrap
-of seven rounds promises is only nearly so, and its tails are too coarse for the levels below.) A row is slower where the
-whole interval is above 1 + `MARGIN`, faster where it is below 1 / (1 + `MARGIN`).
+exactly, whatever the noise looks like, as long as rounds are independent and the change is a factor. (A bootstrap of
+seven rounds promises nothing exactly, least of all at the small levels below.) A row is slower where the whole interval
+is above 1 + `MARGIN`, faster where it is below 1 / (1 + `MARGIN`).
 
 **The yardstick.** A machine that is slower today slows every contestant. So where the row's speed-up is over a
 contestant that both files have in the same rounds, its times divided by that contestant's must say the same: a row

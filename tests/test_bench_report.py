@@ -17,7 +17,8 @@ from PIL import Image
 from bertfast.benchmarks import plots, records, report, wording
 from helpers.project import ROOT, block, run_python
 
-NASTY = '<script>alert("x")</script> & $\\frac{'
+# A tag, an attribute's end, and a formula that is none.
+NASTY = '"><script>alert("x")</script> & $\\frac{$'
 MACHINE = {
     "cpu": "Some CPU",
     "cores": 2,
@@ -142,9 +143,8 @@ SWEEP = [
 def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     skipped = {"kind": "skipped", **cell("compile"), "reason": f"no compiler: {NASTY}"}
-    nasty = row(NASTY, NASTY, 3, 7)
     # A run in the middle: a resumed one, on the same machine.
-    path = file_of(folder / "a<b>.jsonl", RUN, *SWEEP, RUN, nasty, skipped)
+    path = file_of(folder / "a<b>.jsonl", RUN, *SWEEP, RUN, skipped)
     page = report.write([path], folder / "out")
     return page, Page(page)
 
@@ -160,6 +160,7 @@ def test_the_page_has_what_was_measured(written):
     assert (shown["median ms"], shown["p10-p90 ms"]) == ("102", "92.2-123")
     assert (shown["times as fast (p10-p90)"], shown["as"]) == ("2.35 (2.21-2.49)", "eager")
     assert (shown["of the floor"], shown["error / tolerance"], shown["first call ms"]) == ("41 %", "0.314", "750")
+    assert (shown["GFLOP/s"], shown["GB/s"], shown["peak MiB"]) == ("100", "1.00", "-")
     assert rows["1", "16", "eager"]["times as fast (p10-p90)"] == "-"
 
 
@@ -186,11 +187,22 @@ def test_the_page_is_one_file_and_loads_nothing(written):
     assert "://" not in path.read_text(encoding="utf-8")
 
 
-def test_texts_of_results_are_escaped(written):
-    path, page = written
-    assert not page.of("script") and "<script" not in path.read_text(encoding="utf-8").lower()
-    assert any(NASTY in cells for cells in page.cells)
-    assert "a<b>.jsonl" in page.texts
+def test_texts_of_results_are_escaped(tmp_path):
+    machine = dict.fromkeys(MACHINE, NASTY) | {"gpus": [NASTY], "versions": {NASTY: NASTY}}
+    run = {**RUN, "started": NASTY, "command": [NASTY, NASTY], "machine": machine}
+    names = {"pass": NASTY, "fill": NASTY, "dtype": NASTY, "device": NASTY}
+    rows = [row(NASTY, NASTY, length=length, **names) for length in (7, 9)]
+    rows = [{**one, "speedup": {**one["speedup"], "over": NASTY}} for one in rows]
+    skipped = {"kind": "skipped", **cell(NASTY, NASTY, **names), "reason": NASTY}
+    (tmp_path / "out").mkdir()
+    page = report.write([file_of(tmp_path / "a<b>.jsonl", run, *rows, skipped)], tmp_path / "out")
+    assert "<script" not in page.read_text(encoding="utf-8").lower()
+    read = Page(page)
+    assert not read.of("script") and "a<b>.jsonl" in read.texts
+    assert len(read.of("img")) == 2 and all(NASTY in image["alt"] and "src" in image for image in read.of("img"))
+    # In the machine, the command, the start, a heading, two rows and what was skipped.
+    assert read.text.count(NASTY) > 20
+    assert {file.parent for file in tmp_path.rglob("*.png")} == {tmp_path / "out"}
 
 
 def test_the_figures_on_the_page_are_the_files(written):
@@ -204,7 +216,7 @@ def test_the_figures_on_the_page_are_the_files(written):
 
 def test_figures_show_the_contestants(written):
     path, _ = written
-    looks = plots.styles(["eager", "bertfast", NASTY])
+    looks = plots.styles(["eager", "bertfast"])
     for file in path.parent.glob("attention*.png"):
         image = pixels(file.read_bytes())
         assert image.shape[0] > 300 and image.shape[1] > 400
@@ -229,7 +241,14 @@ def test_a_sweep_has_the_medians_and_units(tmp_path):
     np.testing.assert_allclose(ours.lines[0].get_xydata(), [[16, 1.6], [128, 12.8]])
     (bars,) = ours.lines[2]
     np.testing.assert_allclose(bars.get_segments()[0], [[16, 1.44], [16, 1.92]])
-    assert [ours.get_label(), eager.get_label()] == ["bertfast", "eager"]
+    for line in (ours, eager):
+        look = looks[line.get_label()]
+        drawn = line.lines[0]
+        assert (drawn.get_color(), drawn.get_marker(), drawn.get_linestyle()) == (
+            look.color,
+            look.marker,
+            look.linestyle,
+        )
     (only,) = gain.containers
     np.testing.assert_allclose(only.lines[0].get_xydata(), [[16, 2.345], [128, 2.345]])
 
@@ -245,6 +264,8 @@ def test_the_roofline_has_the_measured_ceilings(tmp_path):
     assert copy.get_xdata()[-1] == gemm.get_xdata()[0] == 7.5
     points = np.concatenate([collection.get_offsets() for collection in axes.collections])
     np.testing.assert_allclose(points[: len(results.rows)], [[100, 1e11]] * len(results.rows))
+    filled = [len(collection.get_facecolors()) == 1 for collection in axes.collections[: len(results.rows)]]
+    assert filled == [row.contestant == "bertfast" for row in results.rows]
     assert axes.get_xlabel() == "FLOPs per byte" and "FLOP/s" in axes.yaxis.get_major_formatter().unit
 
 
@@ -350,3 +371,11 @@ def test_without_matplotlib_there_is_one_line(tmp_path):
 )
 def test_digits(value, text):
     assert wording.digits(value) == text
+
+
+@pytest.mark.parametrize(
+    ("values", "limits"),
+    [([0.02, 3], (0.01, 10)), ([1.1, 8], (1, 10)), ([1, 1], (1, 10)), ([0, 20], (10, 100)), ([], (1, 10))],
+)
+def test_logarithmic_axes_end_at_decades(values, limits):
+    assert plots._decades(values) == pytest.approx(limits)
