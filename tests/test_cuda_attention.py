@@ -1,6 +1,8 @@
 """What attention's CUDA kernels promise beyond parity, which is in the ops' own tests: the order of threads, banks,
 which blocks are multiplied, statistics, memory, and what the private ops refuse."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -71,6 +73,15 @@ def test_the_order_of_threads_changes_nothing(name, head_dim):
 @pytest.mark.parametrize("name", CASES)
 def test_many_blocks(name, head_dim):
     assert_parity(CASES[name](head_dim), "cuda")
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("sizes", list(itertools.product((1, 2), (1, 2), (1, 70), (1, 140))), ids=str)
+def test_gradients_of_masks_of_every_shape(sizes, is_causal):
+    """Each is a sum over what the mask is broadcast to: batch entries, heads, blocks of queries and of keys."""
+    q, k, v = (random(2, 2, n, 32, dtype=torch.float16, seed=n + i) for i, n in enumerate((70, 140, 140)))
+    inputs = {"query": q, "key": k, "value": v, "attn_mask": random(*sizes, dtype=torch.float16, seed=9)}
+    assert_parity(Attention(inputs, {"is_causal": is_causal}), "cuda")
 
 
 def test_a_negative_scale_is_that_of_negated_queries():
@@ -152,6 +163,7 @@ LENGTHS = {
     "one long": [4, 5, 6, 200, 4, 3],
     "more than lanes": [3, 70, *([2] * 40), 64, 0, 1],
     "twice the mean": [20, 5, 5, 10],
+    "the last of many is long": [3] * 63 + [200],
 }
 
 

@@ -48,11 +48,15 @@ def block(folder: Path, *modules: str) -> Path:
     return folder
 
 
+# Of the environment, what would reach into a subprocess; pytest-benchmark asks pytest-xdist's whether it is a worker.
+DROPPED = ("BERTFAST_", "PYTHON", "PYTEST_", "TRITON_")
+
+
 def run_python(
     *arguments: str, cwd: Path, path: tuple[Path, ...] = (), check: bool = True, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """This Python in a subprocess with `path` before its packages; with `check`, failing fails the test."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("BERTFAST_", "PYTHON", "TRITON_"))}
+    env = {name: value for name, value in os.environ.items() if not name.startswith(DROPPED)}
     env |= {"PYTHONPATH": os.pathsep.join(map(str, path)), **environment}
     done = subprocess.run([sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=600)
     assert not check or done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
