@@ -24,7 +24,8 @@ with warnings.catch_warnings(record=True) as caught:
     import bertfast
     first = [str(w.message) for w in caught if issubclass(w.category, RuntimeWarning)]
     names = [m.name for m in pkgutil.walk_packages(bertfast.__path__, "bertfast.")]
-    for name in names:
+    # Files of tests are for pytest, which is there then.
+    for name in (name for name in names if ".test_" not in name):
         # What is made of Triton is imported by the first launch only.
         if not name.startswith("bertfast.kernels.") or name == "bertfast.kernels.tiles":
             importlib.import_module(name)

@@ -99,9 +99,9 @@ def test_a_backend_serves_every_op_of_the_swapped_modules(monkeypatch):
     seen = []
     select = bertfast.backends._select
 
-    def spy(call, named):
+    def spy(call, named, *rest):
         seen.append((call.op, named))
-        return select(call, named)
+        return select(call, named, *rest)
 
     monkeypatch.setattr(bertfast.backends, "_choices", {})
     monkeypatch.setattr(bertfast.backends, "_select", spy)
