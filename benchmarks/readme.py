@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from bertfast.benchmarks import markers
 from bertfast.benchmarks.records import Row
 from bertfast.benchmarks.wording import (
     command_text,
@@ -87,11 +88,7 @@ def replaced(text: str, between: str) -> str:
     Raises:
         ValueError: there is not one pair of them.
     """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in after or END in after:
-        raise ValueError(f"expected one {BEGIN} and behind it one {END}")
-    return f"{before}{BEGIN}\n{between}\n{END}{after}"
+    return markers.replaced(text, BEGIN, END, between)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -57,7 +57,7 @@ class Run:
     Attributes:
         started: ISO time with its zone.
         command: the arguments.
-        machine: `harness.machine()`.
+        machine: `suite.machine()`.
         ceilings: `bytes_per_second`, and `flops_per_second` by dtype; see `roofline.measure_ceilings`.
     """
 
@@ -69,14 +69,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class _Entry:
-    subject: str
-    pass_: str
-    batch: int
-    length: int
-    fill: str
-    dtype: str
-    device: str
+class _Entry(Cell):
     contestant: str
 
     @property

@@ -14,6 +14,7 @@ from pathlib import Path
 from bertfast import ops
 from bertfast.activations import ACTIVATIONS
 from bertfast.backends import BACKENDS, Capability, candidates
+from bertfast.benchmarks import markers
 from bertfast.ops.attention import ENABLE_GQA, VALUE_HEAD_DIM
 
 BEGIN, END = "<!-- support matrix: begin -->", "<!-- support matrix: end -->"
@@ -86,11 +87,7 @@ def replaced(text: str) -> str:
     Raises:
         ValueError: there is not one pair of them.
     """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in after or END in after:
-        raise ValueError(f"expected one {BEGIN} and behind it one {END}")
-    return f"{before}{BEGIN}\n{section()}\n{END}{after}"
+    return markers.replaced(text, BEGIN, END, section())
 
 
 def main(arguments: Sequence[str]) -> None:

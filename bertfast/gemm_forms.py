@@ -41,9 +41,9 @@ _FORMS = {
 
 @functools.lru_cache(1024)
 def forms_of(rows: int, width_out: int, width_in: int, capability: int, dropout: bool = False) -> tuple[str, ...]:
-    """ "triton", "cuda" and "separate", best first, for x (rows, width_in) and a weight (width_out, width_in) on a card
-    of that capability, 80 and up, as large as they come. What a backend has no kernel for is "separate" on it: Triton
-    for dropout, CUDA C++ for rows of other than whole 16 bytes."""
+    """The three, best first, for x (rows, width_in) and a weight (width_out, width_in) on a card of that capability, 80
+    and up, as large as they come. What a backend has no kernel for is "separate" on it: Triton for dropout, CUDA C++
+    for rows of other than whole 16 bytes."""
     multiprocessors, separate_from = (
         table[max(known for known in table if known <= capability)] for table in (tiles.MULTIPROCESSORS, _SEPARATE_FROM)
     )

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import types
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from helpers import cpp_mutants, cuda_build, cuda_on_cpu, triton_mutants
 from helpers.cpp_source import Source, included
 from helpers.mutant import NO_MUTANT, DoesNotCompile, Mutant
+from helpers.mutant_runner import Kind, Runner
 
 KINDS = {"triton": mutants.TRITON, "cuda": mutants.CUDA}
 TRITON_FILES = sorted((mutants.ROOT / "kernels").glob("*.py"))
@@ -220,6 +222,31 @@ def test_first_units_are_those_of_their_files():
     for file, unit in cpp_mutants.FIRST_UNIT.items():
         header = f"{file.removeprefix('cuda/')}.cuh"
         assert header in {path.name for path in included(cuda_build.KERNELS / f"{unit}.cu", cuda_build.INCLUDED)}
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_no_mutant_is_run_where_the_kernels_as_they_are_are_caught(tmp_path, monkeypatch, works):
+    def install(mutant, folder):
+        if not works:
+            raise DoesNotCompile(mutant.name)
+
+    path, recorded = tmp_path / "toy.cuh", []
+    path.write_text("source")
+    kind = Kind(
+        tests={"toy": ()},
+        paths=lambda file: [path],
+        mutants_of=lambda *of: [],
+        counts=lambda test: True,
+        budget=1.0,
+        install=install,
+    )
+    monkeypatch.setattr(Runner, "measure", lambda self, tests: {})
+    mutant = Mutant("toy", "f", "a -> b", "changed", "digest", path)
+    runner = Runner([mutant], lambda file: kind, tmp_path, 1, lambda *result: recorded.append(result))
+    session = types.SimpleNamespace(testsfailed=0, items=[], Failed=pytest.Session.Failed)
+    with nullcontext() if works else pytest.raises(pytest.Session.Failed, match="toy as it is, .*: does not compile"):
+        runner.pytest_runtestloop(session)
+    assert recorded == ([(mutant, "survived")] if works else [])
 
 
 def test_every_kernel_file_has_its_tests():
