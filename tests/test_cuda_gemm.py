@@ -279,15 +279,14 @@ def test_a_sum_of_nothing(dtype):
     assert torch.equal(out, bias.expand(9, 40)) and torch.equal(pre, out) and did.launches == did.blocks == 1
 
 
-def test_three_weights_in_splits_of_the_sum():
-    """Their biases are three; one packed weight has one."""
-    inputs = qkv_case(7, 48, 1000).inputs
-    x, weights, biases = inputs["x"], [inputs[f"w{n}"] for n in "qkv"], [inputs[f"b{n}"] for n in "qkv"]
-    out, did = counted(OPS.qkv_projection_fwd_cuda, x, *weights, *biases)
-    assert did.launches == 1  # three tiles of four multiprocessors
-    x, weights, biases = x.detach(), [w.detach()[:16] for w in weights], [b.detach()[:16] for b in biases]
-    with_one = OPS.linear_gelu_fwd_cuda(x, torch.cat(weights), torch.cat(biases), "linear", None, 0.0, False)[0]
-    torch.testing.assert_close(OPS.qkv_projection_fwd_cuda(x, *weights, *biases), with_one, atol=1e-3, rtol=1e-3)
+@pytest.mark.parametrize("biases", [True, False])
+@pytest.mark.parametrize(("rows", "width_out", "tiles"), [(7, 48, 3), (70, 48, 6), (70, 17, 6), (7, 80, 6)])
+def test_three_weights_in_splits_of_the_sum(rows, width_out, tiles, biases):
+    case = qkv_case(rows, width_out, 1000, biases=biases)
+    with cuda_on_cpu.library().multiprocessors(24):
+        _, did = counted(case.ours, case.inputs, "cuda")
+        assert did.launches == 2 and did.blocks == 3 * tiles + rows
+        assert_parity(case, "cuda")
 
 
 def test_rows_without_unit_stride_are_copied():

@@ -35,7 +35,7 @@ class OnDevice {
   explicit OnDevice(const Tensor&) { emulator::forget_tensors(); }
 
   cudaStream_t stream() const { return nullptr; }
-  int multiprocessors() const { return 4; }
+  int multiprocessors() const { return emulator::multiprocessors(); }
 };
 
 // Every tensor of a kernel is named here, with the memory that it may touch.

@@ -27,6 +27,7 @@ struct Settings {
   uint64_t seed = 0;
   int64_t first_block = 0, blocks = INT64_MAX;
   int shared_limit = kMostShared;
+  int multiprocessors = 4;
 } settings;
 
 struct Counters {
@@ -258,6 +259,10 @@ void run(const char* kernel, const Grid& grid, void (*thread_body)(const void*),
   if (!failure.empty()) throw std::runtime_error(failure);
 }
 
+int multiprocessors() {
+  return settings.multiprocessors;
+}
+
 }  // namespace bertfast::emulator
 
 #define BERTFAST_SETTING extern "C" __attribute__((visibility("default")))
@@ -270,6 +275,9 @@ BERTFAST_SETTING void bertfast_only_blocks(int64_t first, int64_t count) {
   bertfast::emulator::settings.blocks = count;
 }
 // Returns the limit that it replaces.
+BERTFAST_SETTING int bertfast_multiprocessors(int count) {
+  return std::exchange(bertfast::emulator::settings.multiprocessors, count);
+}
 BERTFAST_SETTING int bertfast_shared_limit(int bytes) {
   return std::exchange(bertfast::emulator::settings.shared_limit, bytes);
 }

@@ -50,6 +50,7 @@ class Emulator:
         self.dll.bertfast_seed.argtypes = [ctypes.c_uint64]
         self.dll.bertfast_only_blocks.argtypes = [ctypes.c_int64, ctypes.c_int64]
         self.dll.bertfast_shared_limit.argtypes = [ctypes.c_int]
+        self.dll.bertfast_multiprocessors.argtypes = [ctypes.c_int]
         self.dll.bertfast_check_races.argtypes = [ctypes.c_bool]
         self.dll.bertfast_know_tensor.argtypes = [ctypes.c_void_p, ctypes.c_int64]
 
@@ -84,6 +85,15 @@ class Emulator:
             yield
         finally:
             self.dll.bertfast_shared_limit(before)
+
+    @contextmanager
+    def multiprocessors(self, count: int) -> Iterator[None]:
+        """Ops find a device with as many."""
+        before = self.dll.bertfast_multiprocessors(count)
+        try:
+            yield
+        finally:
+            self.dll.bertfast_multiprocessors(before)
 
     @contextmanager
     def races_allowed(self) -> Iterator[None]:
