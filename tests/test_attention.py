@@ -239,6 +239,23 @@ def test_several_blocks_of_queries_and_keys(backend, dtype, name, is_causal, dro
     assert_parity(case(2, 2, 70, 200, 16, dtype, mask, **settings), backend)
 
 
+BEYOND_CPU_BLOCKS = {
+    "none": lambda dtype: None,
+    "left padding of a block and more": lambda dtype: torch.arange(1200).ge(700).view(1, 1, 1, 1200),
+    "bias": lambda dtype: random(1, 1, 400, 1200, dtype=dtype, seed=6),
+    "bias of keys": lambda dtype: random(1, 2, 1, 1200, dtype=dtype, seed=6),
+}
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", BEYOND_CPU_BLOCKS)
+@pytest.mark.parametrize("dtype", [dtype for backend, dtype in SERVED if backend == "cpu"])
+def test_more_keys_than_a_block_and_queries_than_a_unit_of_the_cpu_kernels(dtype, name, is_causal, dropout_p):
+    settings = {"is_causal": is_causal, "dropout_p": dropout_p, "seed": seed_tensor()}
+    assert_parity(case(1, 2, 400, 1200, 16, dtype, BEYOND_CPU_BLOCKS[name](dtype), **settings), "cpu")
+
+
 FULLY_MASKED = {
     "bool row of a batch": lambda dtype: torch.tensor([True, False]).view(2, 1, 1, 1).expand(2, 1, 1, 8),
     "bool row of queries": lambda dtype: bools(2, 1, 8, 8).index_fill(2, torch.tensor([2, 5]), False),

@@ -118,7 +118,7 @@ def test_ours_without_the_mask_has_no_number(monkeypatch):
     for pass_ in ("forward", "backward", "both"):
         found = measured(cell_of("attention", pass_, "half"))
         assert found["bertfast"].reason.startswith("wrong result"), found["bertfast"]
-        assert suite.failures(list(found.values())) == [found["bertfast"]]
+        assert suite.failures(list(found.values())) == [found["bertfast"], found["bertfast torch"]]
     assert suite.failures(list(measured(cell_of("attention", "both")).values())) == []
 
 

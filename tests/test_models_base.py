@@ -184,7 +184,9 @@ def test_gradient_checkpointing(name, kwargs):
 
     def gradients():
         model.zero_grad()
-        model(ids)[0].square().sum().backward()
+        # Not of the squares: their sum is the same for every output of a LayerNorm, and gradients are all rounding.
+        out = model(ids)[0]
+        out.backward(torch.linspace(-1, 1, out.numel()).view(out.shape))
         return {
             key: parameter.grad.clone() for key, parameter in model.named_parameters() if parameter.grad is not None
         }

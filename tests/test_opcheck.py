@@ -292,11 +292,11 @@ CHECKED = {
     "embed_layer_norm_bwd": ("triton", "cuda"),
     "qkv_projection_fwd": ("triton", "cuda"),
     "update_pack": ("triton",),
-    "attention_fwd": ("triton", "cuda"),
-    "attention_bwd": ("triton", "cuda"),
-    "attention_mask_bwd": ("triton", "cuda"),
-    "varlen_attention_fwd": ("triton", "cuda"),
-    "varlen_attention_bwd": ("triton", "cuda"),
+    "attention_fwd": ("triton", "cuda", "cpu"),
+    "attention_bwd": ("triton", "cuda", "cpu"),
+    "attention_mask_bwd": ("triton", "cuda", "cpu"),
+    "varlen_attention_fwd": ("triton", "cuda", "cpu"),
+    "varlen_attention_bwd": ("triton", "cuda", "cpu"),
 }
 
 

@@ -340,7 +340,9 @@ def test_autocast_gives_the_dtype_of_sdpa(dtype):
     model, inputs = tiny("bert").float(), inputs_of("BertModel", "right")
     with torch.autocast("cpu", dtype):
         ours, stock = (with_attention(model, kind)(**inputs).last_hidden_state for kind in ("bertfast", "sdpa"))
-    assert ours.dtype == stock.dtype and torch.equal(ours, stock)
+    assert ours.dtype == stock.dtype
+    # Scores and probabilities of SDPA are rounded to the dtype, ours are not.
+    torch.testing.assert_close(ours, stock, rtol=0, atol=16 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("name", ["bert", "llama"])

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bertfast import BackendError, use_backend
+from bertfast import use_backend
 from bertfast.swap import plain_ops, torch_nn_masks
 from helpers.models import assert_close
 from helpers.swap_torch_nn import (
@@ -331,8 +331,7 @@ def test_plain_functions_serve_the_cpu_unless_a_backend_is_named(monkeypatch):
         swapped(layer_of())(source())
     with torch.no_grad():
         swapped(layer_of().eval())(source())
-        with pytest.raises(BackendError, match="attention"):
-            swapped(layer_of().float().eval(), backend="cpu")(source(dtype=torch.float32))
+        swapped(layer_of().float().eval(), backend="cpu")(source(dtype=torch.float32))
     assert not calls
 
 

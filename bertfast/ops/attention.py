@@ -18,10 +18,10 @@ from bertfast.dropout import check_probability, dropout_mask, seed_for
 from bertfast.kernels.tiles import MAX_HEAD_DIM
 from bertfast.ops._autocast import to_autocast
 from bertfast.ops._checks import check_device, check_rank, check_required, check_same_dtype, check_tensors
-from bertfast.ops._library import TRITON_DEVICES, cuda_unavailable, define, triton_unavailable
+from bertfast.ops._library import TRITON_DEVICES, cuda_unavailable, define, extension_unavailable, triton_unavailable
 from bertfast.ops._once import distinct, once
 
-_BACKENDS = ("triton", "cuda")
+_BACKENDS = ("triton", "cuda", "cpu")
 # kMaxHeadDim of csrc/cuda/attention.h.
 CUDA_MAX_HEAD_DIM = 128
 ENABLE_GQA = "enable_gqa"
@@ -309,5 +309,16 @@ register(
         max_head_dim=CUDA_MAX_HEAD_DIM,
         features=frozenset(),
         unavailable=cuda_unavailable,
+    )
+)
+register(
+    Capability(
+        "attention",
+        "cpu",
+        functools.partial(_fused, "cpu"),
+        devices=frozenset({"cpu"}),
+        dtypes=FLOAT,
+        features=frozenset(),
+        unavailable=extension_unavailable,
     )
 )

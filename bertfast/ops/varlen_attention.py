@@ -15,7 +15,7 @@ from bertfast.dropout import check_probability, seed_for
 from bertfast.kernels.tiles import MAX_HEAD_DIM
 from bertfast.ops._autocast import to_autocast
 from bertfast.ops._checks import check_device, check_required, check_same_dtype, check_tensors, values_are_checked
-from bertfast.ops._library import TRITON_DEVICES, cuda_unavailable, define, triton_unavailable
+from bertfast.ops._library import TRITON_DEVICES, cuda_unavailable, define, extension_unavailable, triton_unavailable
 from bertfast.ops._once import distinct, once
 from bertfast.ops.attention import (
     CUDA_MAX_HEAD_DIM,
@@ -25,7 +25,7 @@ from bertfast.ops.attention import (
     sdpa,
 )
 
-_BACKENDS = ("triton", "cuda")
+_BACKENDS = ("triton", "cuda", "cpu")
 
 
 def _per_sequence(query, key, value, ends_q, ends_k, dropout_p, is_causal, scale):
@@ -305,5 +305,16 @@ register(
         max_head_dim=CUDA_MAX_HEAD_DIM,
         features=frozenset(),
         unavailable=cuda_unavailable,
+    )
+)
+register(
+    Capability(
+        "varlen_attention",
+        "cpu",
+        functools.partial(_fused, "cpu"),
+        devices=frozenset({"cpu"}),
+        dtypes=FLOAT,
+        features=frozenset(),
+        unavailable=extension_unavailable,
     )
 )

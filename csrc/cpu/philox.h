@@ -10,6 +10,7 @@
 
 namespace bertfast {
 
+constexpr uint32_t kStreamAttention = 0;
 constexpr uint32_t kStreamAddLayerNorm = 1;
 
 struct Dropout {
@@ -27,13 +28,13 @@ struct Dropout {
         scale(static_cast<float>(1.0 / (1.0 - p))) {}
 };
 
-// The words of a row's first `groups` counters, (4 * groups,).
-BERTFAST_INLINE void philox_row(const Dropout& dropout, int64_t row, int64_t groups, uint32_t* words) {
+// The words of a row's counters from `first` on, (4 * groups,).
+BERTFAST_INLINE void philox_row(const Dropout& dropout, int64_t row, int64_t first, int64_t groups, uint32_t* words) {
   const auto row_low = static_cast<uint32_t>(row);
   const auto row_high = static_cast<uint32_t>(static_cast<uint64_t>(row) >> 32);
 #pragma omp simd
   for (int64_t group = 0; group < groups; ++group) {
-    uint32_t c0 = static_cast<uint32_t>(group), c1 = row_low, c2 = row_high, c3 = dropout.stream;
+    uint32_t c0 = static_cast<uint32_t>(first + group), c1 = row_low, c2 = row_high, c3 = dropout.stream;
     uint32_t k0 = dropout.key[0], k1 = dropout.key[1];
 #pragma GCC unroll 10
     for (int round = 0; round < 10; ++round) {
@@ -53,10 +54,11 @@ BERTFAST_INLINE void philox_row(const Dropout& dropout, int64_t row, int64_t gro
   }
 }
 
-// values = dropout(values) for one row. Dropped values become 0 whatever they were, NaN included. `words` holds width
-// rounded up to 4.
-BERTFAST_INLINE void dropout_row(const Dropout& dropout, int64_t row, int64_t width, float* values, uint32_t* words) {
-  philox_row(dropout, row, (width + 3) / 4, words);
+// values = dropout(values) for columns of a row from `first`, a multiple of 4, on. Dropped values become 0 whatever
+// they were, NaN included. `words` holds width rounded up to 4.
+BERTFAST_INLINE void dropout_row(const Dropout& dropout, int64_t row, int64_t width, float* values, uint32_t* words,
+                                 int64_t first = 0) {
+  philox_row(dropout, row, first / 4, (width + 3) / 4, words);
 #pragma omp simd
   for (int64_t i = 0; i < width; ++i) {
     const float kept = values[i] * dropout.scale;

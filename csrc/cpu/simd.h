@@ -20,6 +20,11 @@ namespace bertfast {
 
 using torch::headeronly::ScalarType;
 
+enum class Isa { baseline, avx2, avx512 };
+
+// The best that this machine has, or less where BERTFAST_CPU_ISA says so (baseline, avx2 or avx512), for tests.
+Isa best_isa();
+
 #if defined(__x86_64__)
 template <class Body>
 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,prefer-vector-width=512"))) void run_avx512(
@@ -34,15 +39,13 @@ __attribute__((target("avx2,fma,f16c"))) void run_avx2(const Body& body) {
 
 template <class Body>
 void with_best_isa(const Body& body) {
-  static const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  static const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (has_avx512) {
-    run_avx512(body);
-  } else if (has_avx2) {
-    run_avx2(body);
-  } else {
-    body();
+  switch (best_isa()) {
+    case Isa::avx512:
+      return run_avx512(body);
+    case Isa::avx2:
+      return run_avx2(body);
+    case Isa::baseline:
+      return body();
   }
 }
 #else

@@ -1,0 +1,9 @@
+// Attention for any machine.
+#include "attention.h"
+
+#define BERTFAST_ISA baseline
+#define BERTFAST_LANES 4
+#define BERTFAST_ROWS 6
+#include "attention_bwd.h"
+#include "attention_fwd.h"
+#include "attention_mask_bwd.h"

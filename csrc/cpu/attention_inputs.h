@@ -1,0 +1,134 @@
+// What attention.cpp and varlen_attention.cpp share: checks, arrays and kernels.
+#pragma once
+
+#include <cmath>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "attention.h"
+#include "attention_units.h"
+#include "check.h"
+#include "tensor.h"
+
+namespace bertfast {
+
+inline AttentionFwdKernel attention_fwd_kernel() {
+#if defined(__x86_64__)
+  if (best_isa() == Isa::avx512) return avx512::attention_fwd;
+  if (best_isa() == Isa::avx2) return avx2::attention_fwd;
+#endif
+  return baseline::attention_fwd;
+}
+
+inline AttentionBwdKernel attention_bwd_kernel() {
+#if defined(__x86_64__)
+  if (best_isa() == Isa::avx512) return avx512::attention_bwd;
+  if (best_isa() == Isa::avx2) return avx2::attention_bwd;
+#endif
+  return baseline::attention_bwd;
+}
+
+inline AttentionMaskBwdKernel attention_mask_bwd_kernel() {
+#if defined(__x86_64__)
+  if (best_isa() == Isa::avx512) return avx512::attention_mask_bwd;
+  if (best_isa() == Isa::avx2) return avx2::attention_mask_bwd;
+#endif
+  return baseline::attention_mask_bwd;
+}
+
+// (B, H, S, D), or packed (T, H, D).
+inline int64_t position_dim(const Tensor& heads) {
+  return heads.dim() == 4 ? 2 : 0;
+}
+
+inline void check_heads(const Tensor& query, const Tensor& key, const Tensor& value, int64_t dim) {
+  check_float("query", query);
+  STD_TORCH_CHECK(query.dim() == dim, "query: expected shape ", dim == 4 ? "(B, H, S, D)" : "(T, H, D)", ", got ",
+                  shape_of(query));
+  check_same_dtype("key", key, "query", query);
+  bool fits = key.dim() == dim;
+  for (int64_t i = 0; fits && i < dim; ++i) fits = i == position_dim(query) || key.size(i) == query.size(i);
+  STD_TORCH_CHECK(fits, "key: expected the shape of query, ", shape_of(query), ", but for the number of keys, got ",
+                  shape_of(key));
+  check_same_dtype("value", value, "query", query);
+  check_same_shape("value", value, "key", key);
+}
+
+inline void check_saved(const Tensor& dout, const Tensor& out, const Tensor& stats, const Tensor& query) {
+  check_same_dtype("dout", dout, "query", query);
+  check_same_shape("dout", dout, "query", query);
+  check_same_dtype("out", out, "query", query);
+  check_same_shape("out", out, "query", query);
+  check_statistics("stats", stats, 2 * rows_of(sizes_of(query)));
+}
+
+// With unit stride in the last dimension, copied only where it has another.
+inline Tensor unit_rows(const Tensor& heads) {
+  const int64_t last = heads.dim() - 1;
+  return heads.stride(last) == 1 || heads.size(last) <= 1 ? heads : torch::stable::contiguous(heads);
+}
+
+inline HeadsArray heads_of(const Tensor& heads) {
+  const bool is_packed = heads.dim() == 3;
+  return {static_cast<char*>(heads.data_ptr()), is_packed ? 0 : heads.stride(0), heads.stride(position_dim(heads)),
+          heads.stride(1)};
+}
+
+inline std::optional<Dropout> attention_dropout(const std::optional<Tensor>& seed, double p) {
+  check_probability("dropout_p", p);
+  if (p == 0) return std::nullopt;
+  check_seed("seed", seed);
+  return Dropout(*seed->const_data_ptr<int64_t>(), kStreamAttention, p);
+}
+
+inline AttentionArgs arguments_of(const Tensor& query, const Tensor& key, const Tensor& value,
+                                  const std::optional<Dropout>& dropout, bool is_causal, double scale) {
+  AttentionArgs args{query.scalar_type(), query.size(query.dim() - 1), heads_of(query), heads_of(key), heads_of(value)};
+  args.is_causal = is_causal;
+  args.scale = static_cast<float>(scale);
+  args.dropout = dropout ? &*dropout : nullptr;
+  args.heads = query.size(1);
+  return args;
+}
+
+inline int64_t longest_keys(const std::vector<Sequence>& sequences) {
+  int64_t longest = 0;
+  for (const Sequence& sequence : sequences) longest = std::max(longest, sequence.length_k);
+  return longest;
+}
+
+// Fills out and stats (2, ...).
+inline void run_attention_fwd(const AttentionArgs& in, const std::vector<Sequence>& sequences, const Tensor& out,
+                              const Tensor& stats) {
+  const bool is_packed = out.dim() == 3;
+  float* maxima = stats.mutable_data_ptr<float>();
+  const AttentionFwd args{in, heads_of(out), maxima, maxima + stats.numel() / 2};
+  const auto units = units_of(sequences, in.heads, is_packed, out.size(position_dim(out)), is_packed, kUnitQueries);
+  run_units(attention_fwd_kernel(), args, units, work_of(units, in.head_dim),
+            fwd_workspace(in.head_dim, longest_keys(sequences)));
+}
+
+inline void run_attention_bwd(const AttentionBwd& args, const std::vector<Sequence>& sequences, bool is_packed,
+                              int64_t rows_q) {
+  // Gradients of keys and values are sums over all queries.
+  const auto units = units_of(sequences, args.in.heads, is_packed, rows_q, is_packed, INT64_MAX / 2);
+  run_units(attention_bwd_kernel(), args, units, 3 * work_of(units, args.in.head_dim),
+            bwd_workspace(args.in.head_dim, longest_keys(sequences)));
+}
+
+inline AttentionBwd backward_of(const AttentionArgs& in, const Tensor& out, const Tensor& dout, const Tensor& stats,
+                                const Tensor& dquery, const Tensor& dkey, const Tensor& dvalue) {
+  const float* maxima = stats.const_data_ptr<float>();
+  return {in,
+          heads_of(out),
+          heads_of(dout),
+          heads_of(dquery),
+          heads_of(dkey),
+          heads_of(dvalue),
+          maxima,
+          maxima + stats.numel() / 2,
+          nullptr};
+}
+
+}  // namespace bertfast

@@ -1,0 +1,80 @@
+// The gradient of attention's float mask: that of the scores (attention_gradients.h), added up over what the mask is
+// broadcast to, in fp32 and in one order. FLOPs: 4 D per query and key of every head.
+#pragma once
+
+#include "attention_gradients.h"
+
+namespace bertfast {
+namespace BERTFAST_ISA {
+namespace {
+
+// The mask's place along a dimension stands for one entry, or for all.
+struct Span {
+  int64_t begin, end;
+};
+
+BERTFAST_INLINE Span span_of(int64_t place, int64_t own, int64_t all) {
+  return own == 1 ? Span{0, all} : Span{place, place + 1};
+}
+
+}  // namespace
+
+void attention_mask_bwd(const AttentionMaskBwd& args, const AttentionMaskUnit& part, float* workspace) {
+  const AttentionArgs& in = args.in;
+  const int64_t d = in.head_dim, width = padded(d), keys = args.keys;
+  float* key_panels = workspace;
+  float* value_panels = key_panels + padded(keys) * width;
+  float* rows_read = value_panels + padded(keys) * width;
+  float* queries = rows_read + padded(keys) * width;
+  float* dout = queries + kQueryRows * width;
+  float* scores = dout + kQueryRows * width;
+  float* dscores = scores + kQueryRows * kKeys;
+  float* dropped = dscores + kQueryRows * kKeys;
+  auto* words = reinterpret_cast<uint32_t*>(dropped + kQueryRows * kKeys);
+  float* sums = dropped + kQueryRows * kKeys + kKeys;
+  const ScoreBuffers buffers{scores, dscores, dropped, words};
+
+  const int64_t row = padded(keys);
+  std::memset(sums, 0, part.count * row * sizeof(float));
+  const bool sums_queries = args.mask_queries < args.queries;
+  const Span batch = span_of(part.batch, args.mask_batch, args.batch);
+  const Span heads = span_of(part.head, args.mask_heads, in.heads);
+  const int64_t begin = sums_queries ? 0 : part.first, end = sums_queries ? args.queries : part.first + part.count;
+  for (int64_t b = batch.begin; b < batch.end; ++b) {
+    for (int64_t head = heads.begin; head < heads.end; ++head) {
+      const int64_t stats = (b * in.heads + head) * args.queries;
+      const AttentionUnit unit{b, head, 0, 0, args.queries, keys, begin, end - begin, stats, 0};
+      read_rows(in.key, in.dtype, unit, 0, keys, padded(keys), d, rows_read);
+      to_panels(rows_read, padded(keys), d, key_panels);
+      read_rows(in.value, in.dtype, unit, 0, keys, padded(keys), d, rows_read);
+      to_panels(rows_read, padded(keys), d, value_panels);
+      for (int64_t first = begin; first < end; first += kQueryRows) {
+        const int64_t rows = end - first < kQueryRows ? end - first : kQueryRows;
+        read_rows(in.query, in.dtype, unit, first, rows, kQueryRows, d, queries);
+        read_rows(args.dout, in.dtype, unit, first, rows, kQueryRows, d, dout);
+        const Saved saved{args.maxima + stats, args.sums + stats, args.delta + stats + first};
+        for (int64_t first_key = 0; first_key < keys; first_key += kKeys) {
+          const int64_t columns = padded(keys - first_key < kKeys ? keys - first_key : kKeys);
+          score_gradients(in, unit, saved, first, rows, first_key, columns, columns, 1.0f, queries, dout, key_panels,
+                          value_panels, buffers);
+          for (int64_t i = 0; i < rows; ++i) {
+            float* sum = sums + (sums_queries ? 0 : first + i - begin) * row + first_key;
+            for (int64_t j = 0; j < columns; ++j) sum[j] += dscores[i * kKeys + j];
+          }
+        }
+      }
+    }
+  }
+  const int64_t place = ((part.batch * args.mask_heads + part.head) * args.mask_queries + part.first) * args.mask_keys;
+  char* target = args.dmask + size_of(in.mask.dtype) * place;
+  for (int64_t i = 0; i < part.count; ++i) {
+    float* sum = sums + i * row;
+    if (args.mask_keys < keys) {
+      for (int64_t j = 1; j < keys; ++j) sum[0] += sum[j];
+    }
+    from_row(sum, in.mask.dtype, args.mask_keys, target + size_of(in.mask.dtype) * i * args.mask_keys);
+  }
+}
+
+}  // namespace BERTFAST_ISA
+}  // namespace bertfast

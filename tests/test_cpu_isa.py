@@ -1,0 +1,73 @@
+"""The CPU kernels on every instruction set that the machine has, and with any number of threads."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bertfast import ops
+from bertfast.ops._library import extension_unavailable
+from helpers.op_cases import random, seed_tensor
+
+pytestmark = pytest.mark.skipif(extension_unavailable() is not None, reason="the extension is not built")
+
+ROOT = Path(__file__).parents[1]
+OPS = ("attention", "varlen_attention", "layer_norm", "linear_gelu")
+CASES = (
+    "test_head_dims",
+    "test_lengths",
+    "test_float_masks",
+    "test_a_bias_gets",
+    "test_dropout_replays",
+    "test_widths",
+)
+
+
+# The best one is that of all other tests; a machine without AVX2 runs the baseline twice.
+@pytest.mark.parametrize("isa", ["baseline", "avx2"])
+def test_parity_on_lesser_instruction_sets(isa):
+    files = [f"tests/test_{op}.py" for op in OPS]
+    selected = ["-k", f"cpu and ({' or '.join(CASES)})", "-m", "not slow"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files, *selected]
+    environment = {**os.environ, "BERTFAST_CPU_ISA": isa}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
+
+
+def test_an_unknown_instruction_set_is_an_error():
+    code = "import torch; from bertfast import ops; q = torch.ones(1, 1, 3, 8); ops.attention(q, q, q, backend='cpu')"
+    environment = {**os.environ, "BERTFAST_CPU_ISA": "sse"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "BERTFAST_CPU_ISA: expected baseline, avx2 or avx512, got sse" in done.stderr
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_is_bitwise_the_same_with_any_number_of_threads(threads, dtype):
+    lengths = [300, 1, 0, 77, 5, 512]
+    q, k, v = (random(sum(lengths), 4, 32, dtype=dtype, seed=seed) for seed in range(3))
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    mask = random(1, 1, 40, 700, dtype=dtype, seed=3)
+
+    def results():
+        out = ops.varlen_attention(q, k, v, ends, ends, 512, 512, 0.1, backend="cpu", _seed=seed_tensor())
+        x, y = q[:160].view(4, 40, 4, 32).transpose(1, 2), k[:700].expand(4, 700, 4, 32).transpose(1, 2)
+        padded = ops.attention(x, y, y, mask, backend="cpu")
+        return [out, padded, *torch.autograd.grad([out, padded], [q, k, v, mask], [out, padded])]
+
+    threads(1)
+    expected = results()
+    for count in (2, 3):
+        threads(count)
+        for got, of in zip(results(), expected, strict=True):
+            assert torch.equal(got, of)
