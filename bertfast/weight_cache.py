@@ -30,6 +30,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from bertfast import prepacked
+from bertfast.freshness import facts_of
 from bertfast.ops._library import define
 
 SAMPLES = 64
@@ -75,7 +77,7 @@ class _Entry:
     def fill(self, weights: tuple[nn.Parameter, ...], biases: tuple[nn.Parameter | None, ...]) -> None:
         """Copies the weights and remembers what they are."""
         with torch.inference_mode(False), torch.no_grad():
-            facts = tuple(map(_facts, (*weights, *biases)))
+            facts = tuple(map(facts_of, (*weights, *biases)))
             if self.facts is not None and _forms(facts) == _forms(self.facts):
                 self._join(weights[0].device)
                 torch.cat(weights, out=self.pack.weight)
@@ -125,13 +127,6 @@ _entries: dict[tuple[int, ...], _Entry] = {}
 _lock = threading.Lock()
 
 
-def _facts(p: nn.Parameter | None) -> tuple | None:
-    if p is None:
-        return None
-    version = None if p.is_inference() else p._version
-    return p.data_ptr(), version, p.dtype, p.device, p.shape, p.stride()
-
-
 def _forms(facts: tuple) -> list:
     """What decides the memory of a pack."""
     return [None if fact is None else fact[2:5] for fact in facts]
@@ -166,7 +161,7 @@ def packed(
     with _lock:
         entry = _entries.get(key)
         if entry is not None and entry.belongs_to(parameters):
-            if entry.facts == tuple(map(_facts, parameters)):
+            if entry.facts == tuple(map(facts_of, parameters)):
                 entry.hold_to_values(weights, biases)
                 return entry.pack
         else:
@@ -195,6 +190,7 @@ def refresh(model: nn.Module | Tensor | Iterable[Tensor]) -> None:
     if not all(isinstance(p, Tensor) for p in parameters):
         raise TypeError(f"model must be a module or parameters, got {type(model).__name__}")
     changed = {id(p) for p in parameters}
+    prepacked.forget(changed)
     with _lock:
         for key, entry in list(_entries.items()):
             parameters = entry.parameters()

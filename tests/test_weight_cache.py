@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import bertfast
-from bertfast import ops, use_backend, weight_cache
+from bertfast import ops, prepacked, use_backend, weight_cache
 from bertfast.kernels import tiles
 from bertfast.nn import FusedSelfAttention
 from bertfast.ops._library import INTERPRETED
@@ -31,8 +31,10 @@ needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs interprete
 @pytest.fixture(autouse=True)
 def empty_cache():
     weight_cache._entries.clear()
+    prepacked._entries.clear()
     yield
     weight_cache._entries.clear()
+    prepacked._entries.clear()
 
 
 @pytest.fixture(params=["torch", pytest.param("kernel", marks=needs_interpreter)])
@@ -93,7 +95,21 @@ def assert_fresh(module):
     assert torch.equal(pack.weight, torch.cat(weights)) and pack.weight.dtype == weights[0].dtype
     assert (pack.bias is None and biases[0] is None) or torch.equal(pack.bias, torch.cat(biases))
     assert not pack.weight.requires_grad and not pack.weight.is_inference()
+    assert_reordered_copies_are_fresh(weights, biases)
     return pack
+
+
+def assert_reordered_copies_are_fresh(weights, biases):
+    """Whatever changes a weight is seen by both kinds of copies."""
+    x = random(3, weights[0].shape[1], dtype=weights[0].dtype, seed=9, grad=False)
+    with torch.no_grad():
+        found = [prepacked.linear(x, weights, biases), prepacked.linear(x, weights[:1], biases[:1])]
+        expected = [
+            F.linear(x, torch.cat(weights[:n]), None if biases[0] is None else torch.cat(biases[:n])) for n in (3, 1)
+        ]
+    for got, of in zip(found, expected, strict=True):
+        if got is not None:
+            torch.testing.assert_close(got, of, rtol=2e-2, atol=2e-2)
 
 
 def test_packs_are_made_once(held_by):

@@ -11,6 +11,7 @@ from bertfast.backends import in_force
 from bertfast.nn.attention import self_attention
 from bertfast.nn.feed_forward import feed_forward
 from bertfast.nn.layer_norm import FusedAddLayerNorm
+from bertfast.nn.linear import linear
 from bertfast.nn.names import BERT_LAYER, LayerNames, place
 
 
@@ -96,7 +97,7 @@ class BertEncoderLayer(nn.Module):
             max_seqlen=max_seqlen,
             need_weights=need_weights,
         )
-        attended = attention_norm(attention_out(context), hidden_states)
+        attended = attention_norm(linear(context, attention_out), hidden_states)
         output = ffn_norm(feed_forward(attended, ffn_in, ffn_out, self.activation), attended)
         return (output, weights) if need_weights else output
 

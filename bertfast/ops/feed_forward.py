@@ -26,6 +26,7 @@ from bertfast.ops.linear_gelu import (
     checkpointed,
     forward,
     linear_gradients,
+    linear_on,
     rows_of,
 )
 
@@ -71,7 +72,7 @@ def _fused(x, w_in, b_in, w_out, b_out, activation, dropout_p, seed, recompute, 
     if grad:
         inputs = distinct(x, w_in, b_in, w_out, b_out)
         return _FeedForward.apply(*inputs, seed, activation, dropout_p, recompute, backend)
-    return F.linear(forward(backend, x, w_in, b_in, activation, seed, dropout_p, False)[0], w_out, b_out)
+    return linear_on(backend, forward(backend, x, w_in, b_in, activation, seed, dropout_p, False)[0], w_out, b_out)
 
 
 def _torch(x, w_in, b_in, w_out, b_out, activation, dropout_p, seed, recompute, backend, grad):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from bertfast import gemm_forms
+from bertfast import gemm_forms, prepacked
 from bertfast.backends import FLOAT, HALF, Capability, choose, describe, is_transformed, needs_grad, register
 from bertfast.ops._autocast import to_autocast, without_autocast
 from bertfast.ops._checks import check_rank, check_required, check_same_dtype, check_shape, check_tensors
@@ -72,7 +72,12 @@ def forward(
     dropout_p: float,
     need_pre: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The op `FWD` of a backend, or `SEPARATE_FWD` where that is the better one of two."""
+    """The op `FWD` of a backend, or `SEPARATE_FWD` where that is the better one of two; on `cpu` the weight's reordered
+    copy where there can be one."""
+    if backend == "cpu":
+        out = prepacked.linear(x, (weight,), (bias,), activation)
+        if out is not None:
+            return out, out.new_empty(0)
     separate = backend == "cuda" and gemm_forms.is_separate(x, weight.shape[0])
     op = SEPARATE_FWD if separate else FWD[backend]
     return op(x, weight, bias, activation, seed, dropout_p, need_pre)
@@ -84,6 +89,12 @@ def linear_gradients(dpre: Tensor, x: Tensor, weight: Tensor, wants_x: bool, wan
     dx = torch.mm(dpre, weight).reshape(x.shape) if wants_x else None
     dweight = torch.mm(dpre.t(), rows_of(x)) if wants_weight else None
     return dx, dweight
+
+
+def linear_on(backend: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear(x, weight, bias); on `cpu` as `forward`."""
+    out = prepacked.linear(x, (weight,), (bias,)) if backend == "cpu" else None
+    return F.linear(x, weight, bias) if out is None else out
 
 
 def rows_of(x: Tensor) -> Tensor:

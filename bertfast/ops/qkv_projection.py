@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bertfast import gemm_forms, weight_cache
+from bertfast import gemm_forms, prepacked, weight_cache
 from bertfast.backends import FLOAT, HALF, Capability, choose, describe, needs_grad, register
 from bertfast.kernels import tiles
 from bertfast.ops._autocast import to_autocast, without_autocast
@@ -88,6 +88,11 @@ def _fused(backend, x, weights, biases, grad, compute):
 
 def _torch(x, weights, biases, grad, compute):
     return tuple(map(F.linear, (x, x, x), weights, biases))
+
+
+def _cpu(x, weights, biases, grad, compute):
+    packed = prepacked.linear(x, tuple(weights), tuple(biases))
+    return _torch(x, weights, biases, grad, compute) if packed is None else _split(packed)
 
 
 def qkv_projection(
@@ -169,7 +174,7 @@ register(
     Capability(
         "qkv_projection",
         "cpu",
-        _torch,
+        _cpu,
         devices=frozenset({"cpu"}),
         dtypes=FLOAT,
         unavailable=extension_unavailable,

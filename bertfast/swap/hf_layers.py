@@ -17,6 +17,7 @@ from bertfast.activations import Activation
 from bertfast.backends import is_traced
 from bertfast.nn.attention import self_attention
 from bertfast.nn.feed_forward import feed_forward
+from bertfast.nn.linear import linear
 from bertfast.nn.plain import has_global_hooks
 from bertfast.swap import plain_ops
 from bertfast.swap.core import SwappedForward
@@ -225,7 +226,11 @@ class FusedLayer(SwappedForward):
             max_seqlen=max_seqlen,
         )
         attended = _add_norm(
-            parts.attention_out(context), hidden_states, parts.attention_norm, parts.attention_out_dropout, small
+            linear(context, parts.attention_out),
+            hidden_states,
+            parts.attention_norm,
+            parts.attention_out_dropout,
+            small,
         )
         op = plain_ops.feed_forward if small else ops.feed_forward
         output = feed_forward(attended, parts.ffn_in, parts.ffn_out, activation_of(parts.activation), op)

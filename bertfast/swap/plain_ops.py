@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bertfast.activations import Activation, get_activation
+from bertfast import prepacked
+from bertfast.activations import FORMULAS, GELU_FORMS, Activation, get_activation
 from bertfast.backends import is_pinned
 from bertfast.ops import varlen_attention
 from bertfast.ops.attention import sdpa
@@ -63,5 +64,10 @@ def feed_forward(
     dropout_p: float = 0.0,
 ) -> Tensor:
     """As `ops.feed_forward`."""
-    hidden = get_activation(activation)(F.linear(x, w_in, b_in))
-    return F.linear(F.dropout(hidden, dropout_p) if dropout_p else hidden, w_out, b_out)
+    form = GELU_FORMS.get(activation) if isinstance(activation, str) else None
+    hidden = None if form is None else prepacked.linear(x, (w_in,), (b_in,), FORMULAS[activation])
+    if hidden is None:
+        hidden = get_activation(activation)(F.linear(x, w_in, b_in))
+    hidden = F.dropout(hidden, dropout_p) if dropout_p else hidden
+    out = prepacked.linear(hidden, (w_out,), (b_out,))
+    return F.linear(hidden, w_out, b_out) if out is None else out
