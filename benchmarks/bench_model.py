@@ -1,5 +1,6 @@
 """Whole models with random weights: bertfast's, a stock model after `bertfast.accelerate` (`swapped`), and stock
-transformers with eager, SDPA and flash attention.
+transformers with eager, SDPA and flash attention; and what other libraries make of it (`peers`), converted once before
+its first call is timed.
 
 python -m bertfast.benchmarks.bench_model [options of `bertfast bench`]
 
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 import bertfast
 from bertfast import backends
-from bertfast.benchmarks import roofline, suite
+from bertfast.benchmarks import peers, roofline, suite
 from bertfast.benchmarks.cases import COMPILE_MODES, key_mask, lengths_of
 from bertfast.benchmarks.harness import Contest, Entrant, Refused, Results
 from bertfast.benchmarks.records import FILLS, MODEL_PASSES, Cell
@@ -74,7 +75,8 @@ class Model:
         names = ["bertfast", *_other_backends(cell.device), "swapped", "eager", "sdpa"]
         names += ["flash_attention_2"] if _has_flash_attention(cell) else []
         names += COMPILE_MODES if compiled else []
-        return {name: partial(self._entrant, cell, name) for name in names}
+        contestants = {name: partial(self._entrant, cell, name) for name in names}
+        return contestants | {name: partial(self._peer, cell, name) for name in peers.taking_part(cell)}
 
     def contest(self, cell: Cell, *, compiled: bool = False) -> Contest:
         """Everything that the harness needs for a cell.
@@ -122,6 +124,18 @@ class Model:
             step, check = _pinned(step, order), _pinned(check, order)
         return Entrant(step, check, [model], model.zero_grad)
 
+    def _peer(self, cell: Cell, name: str) -> Entrant:
+        converted, rows = self._models(cell).converted(name), _compared_rows(cell)
+
+        def step(batch: Batch) -> Any:
+            return converted.call(batch.tensors["input_ids"], batch.tensors["attention_mask"])
+
+        def check() -> Results:
+            batch = _batch(cell, self.config(), 0)
+            return {"last_hidden_state": converted.tensor(step(batch))[rows][batch.real[rows]]}
+
+        return Entrant(step, check, own_memory=True)
+
 
 class _Models:
     """The models of a configuration, built when they are asked for. Those of transformers share their parameters."""
@@ -140,6 +154,7 @@ class _Models:
         self.stock = cls(cls.config_class(**fields), **self._options).to(device, dtype).eval()
         self._config = config
         self._built: dict[str, nn.Module] = {}
+        self._converted: dict[str, peers.Converted] = {}
 
     def __getitem__(self, name: str) -> nn.Module:
         # Backends share one model of ours.
@@ -147,6 +162,12 @@ class _Models:
         if name not in self._built:
             self._built[name] = self._build(name)
         return self._built[name]
+
+    def converted(self, name: str) -> peers.Converted:
+        """What a peer makes of the stock model."""
+        if name not in self._converted:
+            self._converted[name] = peers.adapter(name).convert(self.stock)
+        return self._converted[name]
 
     def _build(self, name: str) -> nn.Module:
         if name == "bertfast":

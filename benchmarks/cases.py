@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bertfast import backends
+from bertfast.benchmarks import peers
 from bertfast.benchmarks.harness import Contest, Entrant, Results
 from bertfast.benchmarks.records import OP_PASSES, Cell
 from bertfast.benchmarks.roofline import Cost
@@ -113,6 +114,7 @@ class Op:
         formulas = {name: partial(self.ours, backend=backend) for name, backend in self._backends(cell).items()}
         formulas |= {"eager": self.eager, **self.others}
         contestants = {name: partial(self._entrant, cell, formula) for name, formula in formulas.items()}
+        contestants |= {name: partial(self._peer, cell, name) for name in peers.taking_part(cell)}
         if compiled:
             contestants |= {name: partial(self._compiled, cell, mode) for name, mode in COMPILE_MODES.items()}
         return contestants
@@ -165,6 +167,9 @@ class Op:
 
     def _entrant(self, cell: Cell, formula: Forward) -> Entrant:
         return Entrant(PASSES[cell.pass_](self.outputs, formula))
+
+    def _peer(self, cell: Cell, name: str) -> Entrant:
+        return self._entrant(cell, getattr(peers.adapter(name), self.name)(cell))
 
     def _compiled(self, cell: Cell, mode: str | None) -> Entrant:
         # Every op begins anew. A backward pass that is timed keeps its graph, so no buffer of it can be given away.

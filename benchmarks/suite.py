@@ -34,6 +34,10 @@ MODULES = {
 MODELS = peers.MODELS
 SUBJECTS = (*MODULES, *MODELS)
 PACKAGES = ("bertfast", "torch", "triton", "transformers", "numpy")
+PEER_PACKAGES = (
+    *("onnxruntime", "onnxruntime-gpu", "openvino", "ctranslate2"),
+    *("flash-attn", "liger-kernel", "transformer-engine"),
+)
 # The contestant of what keeps a whole cell from being measured.
 ALL = "all"
 
@@ -163,11 +167,13 @@ def machine(plan: Plan) -> dict[str, Any]:
     """`measure.machine()` with card, clocks, versions and commit."""
     card = _card() if plan.device == "cuda" else None
     clocks = {name: value for name, value in (card or {}).items() if name.startswith("clocks")}
+    versions = {name: _version(name) for name in PACKAGES} | {"python": platform.python_version()}
+    versions |= {name: version for name in PEER_PACKAGES if (version := _version(name))}
     return {
         **measure.machine(),
         "card": (card or {}).get("name"),
         "clocks": clocks or None,
-        "versions": {**{name: _version(name) for name in PACKAGES}, "python": platform.python_version()},
+        "versions": versions,
         "commit": _commit(),
     }
 

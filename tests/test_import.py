@@ -42,6 +42,8 @@ OPTIONAL = (
     "matplotlib",
     "onnxruntime",
     "openvino",
+    "ctranslate2",
+    "liger_kernel",
     "pytest",
 )
 
