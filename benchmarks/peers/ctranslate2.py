@@ -116,7 +116,7 @@ def _values(weight: Tensor) -> np.ndarray:
 
 
 def _call(encoder, input_ids: Tensor, attention_mask: Tensor):
-    """A view of the library's memory, padded to the longest row of tokens."""
+    """A view of the library's memory, (B, S, N)."""
     from ctranslate2 import StorageView
 
     on_gpu = input_ids.is_cuda

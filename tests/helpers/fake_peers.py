@@ -161,9 +161,8 @@ class CTranslate2:
 
             def forward_batch(self, ids: View, lengths: View) -> SimpleNamespace:
                 assert ids.array.dtype == lengths.array.dtype == np.int32
-                longest = int(lengths.array.max())
-                mask = torch.arange(longest) < torch.from_numpy(lengths.array)[:, None]
-                out = hidden_states(fake.stock, torch.from_numpy(ids.array[:, :longest]).long(), mask.long())
+                mask = torch.arange(ids.array.shape[1]) < torch.from_numpy(lengths.array)[:, None]
+                out = hidden_states(fake.stock, torch.from_numpy(ids.array).long(), mask.long())
                 return SimpleNamespace(last_hidden_state=View(out.numpy()))
 
         self.module = module(
