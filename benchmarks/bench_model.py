@@ -7,6 +7,8 @@ python -m bertfast.benchmarks.bench_model [options of `bertfast bench`]
 Inference is in the cell's dtype. A training step is a forward and a backward of fp32 parameters, under autocast where
 the dtype is another; dropout is on while it is timed and off while results are compared. All have the same weights,
 and no pooler. Of a large batch some rows are compared with float64 (`GATE_TOKENS`).
+
+What is recorded in a CUDA graph cannot wait to learn how many tokens there are: there bertfast computes padding too.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from torch import Tensor, nn
 import bertfast
 from bertfast import backends
 from bertfast.benchmarks import peers, roofline, suite
-from bertfast.benchmarks.cases import COMPILE_MODES, key_mask, lengths_of
+from bertfast.benchmarks.cases import COMPILE_MODES, compile_mode, key_mask, lengths_of
 from bertfast.benchmarks.harness import Contest, Entrant, Refused, Results
 from bertfast.benchmarks.records import FILLS, MODEL_PASSES, Cell
 from bertfast.configuration import PRESETS, PretrainedConfig
@@ -70,15 +72,18 @@ class Model:
     passes: tuple[str, ...] = MODEL_PASSES
     fills: tuple[str, ...] = FILLS
 
-    def contestants(self, cell: Cell, *, compiled: bool = False) -> dict[str, Callable[[], Entrant]]:
-        """Who takes part in a cell; with `compiled` also what torch.compile makes of stock's SDPA model."""
+    def contestants(
+        self, cell: Cell, *, compiled: bool = False, replayed: bool = False
+    ) -> dict[str, Callable[[], Entrant]]:
+        """Who takes part in a cell; with `compiled` also what torch.compile makes of stock's SDPA model, without CUDA
+        graphs of its own where it is to be recorded in one and `replayed`."""
         names = ["bertfast", *_other_backends(cell.device), "swapped", "eager", "sdpa"]
         names += ["flash_attention_2"] if _has_flash_attention(cell) else []
         names += COMPILE_MODES if compiled else []
-        contestants = {name: partial(self._entrant, cell, name) for name in names}
-        return contestants | {name: partial(self._peer, cell, name) for name in peers.taking_part(cell)}
+        contestants = {name: partial(self._entrant, cell, name, replayed) for name in names}
+        return contestants | {name: partial(self._peer, cell, name, replayed) for name in peers.taking_part(cell)}
 
-    def contest(self, cell: Cell, *, compiled: bool = False) -> Contest:
+    def contest(self, cell: Cell, *, compiled: bool = False, replayed: bool = False) -> Contest:
         """Everything that the harness needs for a cell.
 
         Raises:
@@ -89,7 +94,7 @@ class Model:
         if cell.length > limit:
             raise Refused(f"rows of {cell.length} tokens are longer than the model's {limit}")
         batches = [_batch(cell, config, seed) for seed in range(SETS)]
-        stock, rows = self._models(cell).stock, _compared_rows(cell)
+        stock, rows = self._models(cell, replayed).stock, _compared_rows(cell)
         sample, train = batches[0].rows(rows), cell.pass_ == "training"
         sizes = roofline.Sizes(config.hidden_size, config.intermediate_size, config.num_hidden_layers)
         cost = roofline.model(cell.pass_, lengths_of(cell), sizes, _parameter_dtype(cell).itemsize)
@@ -97,17 +102,17 @@ class Model:
             cell,
             cost,
             batches,
-            self.contestants(cell, compiled=compiled),
+            self.contestants(cell, compiled=compiled, replayed=replayed),
             exact=lambda: _results(copy.deepcopy(stock).double(), _doubled(sample), train, None),
             yardsticks=[lambda: _results(stock, sample, train, _autocast_dtype(cell))],
             parameter_dtype=_parameter_dtype(cell),
         )
 
-    def _models(self, cell: Cell) -> _Models:
-        return _models(self, cell.device, _parameter_dtype(cell))
+    def _models(self, cell: Cell, replayed: bool) -> _Models:
+        return _models(self, cell.device, _parameter_dtype(cell), replayed)
 
-    def _entrant(self, cell: Cell, name: str) -> Entrant:
-        model, train = self._models(cell)[name], cell.pass_ == "training"
+    def _entrant(self, cell: Cell, name: str, replayed: bool) -> Entrant:
+        model, train = self._models(cell, replayed)[name], cell.pass_ == "training"
         model.train(train)
         autocast, rows = _autocast_dtype(cell), _compared_rows(cell)
 
@@ -118,13 +123,19 @@ class Model:
             finally:
                 model.train(train)
 
+        def results(out: Tensor) -> Results:
+            real = _batch(cell, self.config(), 0).real
+            return {"last_hidden_state": out[rows][real[rows]]}
+
         step = partial(_train if train else _infer, model, autocast)
         if name.startswith("bertfast "):
             order = name.removeprefix("bertfast "), "torch"
             step, check = _pinned(step, order), _pinned(check, order)
-        return Entrant(step, check, [model], model.zero_grad)
+        return Entrant(step, check, None if train else results, [model], model.zero_grad)
 
-    def _peer(self, cell: Cell, name: str) -> Entrant:
+    def _peer(self, cell: Cell, name: str, replayed: bool) -> Entrant:
+        if replayed:
+            raise Refused("computes in streams of its own, which a CUDA graph does not record")
         converted, rows = self._models(cell).converted(name), _compared_rows(cell)
 
         def step(batch: Batch) -> Any:
@@ -140,7 +151,8 @@ class Model:
 class _Models:
     """The models of a configuration, built when they are asked for. Those of transformers share their parameters."""
 
-    def __init__(self, model: Model, device: str, dtype: torch.dtype):
+    def __init__(self, model: Model, device: str, dtype: torch.dtype, replayed: bool):
+        self._replayed = replayed
         try:
             import transformers
         except ImportError:
@@ -181,7 +193,7 @@ class _Models:
         elif name in COMPILE_MODES:
             model.set_attn_implementation("sdpa")
             torch._dynamo.reset()
-            model.compile(mode=COMPILE_MODES[name])
+            model.compile(mode=compile_mode(name, self._replayed))
         else:
             model.set_attn_implementation(name)
         return model

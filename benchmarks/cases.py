@@ -29,9 +29,16 @@ LEAST_SETS, MOST_SETS = 2, 8
 # Sizes of these decide in eager mode who serves, so the one that a table names may not be the one of `auto`.
 SIZED_OPS = ("linear_gelu", "feed_forward", "qkv_projection")
 COMPILE_MODES = {"compile": None, "compile max-autotune": "max-autotune"}
+WITHOUT_GRAPHS = "max-autotune-no-cudagraphs"
 
 Inputs = dict[str, Any]
 Forward = Callable[[Inputs], Any]
+
+
+def compile_mode(name: str, replayed: bool) -> str | None:
+    """torch.compile's, of a contestant of `COMPILE_MODES`: a graph cannot record the replay of another."""
+    mode = COMPILE_MODES[name]
+    return WITHOUT_GRAPHS if replayed and mode == "max-autotune" else mode
 
 
 def lengths_of(cell: Cell) -> list[int]:
@@ -109,24 +116,28 @@ class Op:
     fills: tuple[str, ...] = ("dense",)
     passes: tuple[str, ...] = OP_PASSES
 
-    def contestants(self, cell: Cell, *, compiled: bool = False) -> dict[str, Callable[[], Entrant]]:
-        """Who takes part in a cell; with `compiled` also what torch.compile makes of the formula."""
+    def contestants(
+        self, cell: Cell, *, compiled: bool = False, replayed: bool = False
+    ) -> dict[str, Callable[[], Entrant]]:
+        """Who takes part in a cell; with `compiled` also what torch.compile makes of the formula, without CUDA graphs
+        of its own where it is to be recorded in one and `replayed`."""
         formulas = {name: partial(self.ours, backend=backend) for name, backend in self._backends(cell).items()}
         formulas |= {"eager": self.eager, **self.others}
         contestants = {name: partial(self._entrant, cell, formula) for name, formula in formulas.items()}
         contestants |= {name: partial(self._peer, cell, name) for name in peers.taking_part(cell)}
         if compiled:
-            contestants |= {name: partial(self._compiled, cell, mode) for name, mode in COMPILE_MODES.items()}
+            modes = {name: compile_mode(name, replayed) for name in COMPILE_MODES}
+            contestants |= {name: partial(self._compiled, cell, mode) for name, mode in modes.items()}
         return contestants
 
-    def contest(self, cell: Cell, *, compiled: bool = False) -> Contest:
+    def contest(self, cell: Cell, *, compiled: bool = False, replayed: bool = False) -> Contest:
         """Everything that the harness needs for a cell."""
         sets = self._sets(cell)
         return Contest(
             cell,
             self.cost(cell.pass_, cell, lengths_of(cell), getattr(torch, cell.dtype).itemsize),
             sets,
-            self.contestants(cell, compiled=compiled),
+            self.contestants(cell, compiled=compiled, replayed=replayed),
             exact=lambda: self._entrant(cell, self.exact).call(_doubled(sets[0])),
             yardsticks=[
                 lambda way=way: self._entrant(cell, way).call(sets[0]) for way in (self.eager, *self.others.values())
@@ -176,7 +187,7 @@ class Op:
         torch._dynamo.reset()
         torch._functorch.config.donated_buffer = False
         if cell.pass_ == "backward" and mode == "max-autotune":
-            mode = "max-autotune-no-cudagraphs"  # a graph's next replay overwrites what the kept one needs
+            mode = WITHOUT_GRAPHS  # a graph's next replay overwrites what the kept one needs
         return self._entrant(cell, torch.compile(self.eager, mode=mode))
 
 

@@ -14,6 +14,9 @@ contestant that both files have in the same rounds, its times divided by that co
 changed only if it did both by the clock and by that yardstick. Contestants that are not bertfast's are judged by the
 clock alone; they are shown, but do not make the exit code.
 
+**Replays and calls** are not compared: a replay of a CUDA graph leaves out what launches cost, so that any factor
+between the two says nothing of what changed.
+
 **False alarms.** The level of one row is `LEVEL` divided by the number of rows (Bonferroni), at most `WORST`: a
 comparison in which nothing changed names a row at most 5 times in 100. Few rounds cannot reach that: even that all of
 one file are above all of the other happens by chance with 2 / C(n + m, n), which is 0.8 % for 5 rounds each, 0.06 % for
@@ -37,6 +40,7 @@ from statistics import NormalDist
 import numpy as np
 
 from bertfast.benchmarks.records import Results, Row, Run
+from bertfast.benchmarks.timer import REPLAYS
 from bertfast.benchmarks.wording import distinct, facts, load, milliseconds, ours
 
 # Of all rows together: how often a comparison of equals may name one.
@@ -144,7 +148,15 @@ def verdict(*intervals: Interval) -> str:
 
 
 def compared(before: Results, after: Results) -> Comparison:
-    """Rows by key, with what must be known to believe it."""
+    """Rows by key, with what must be known to believe it.
+
+    Raises:
+        ValueError: one has replays of CUDA graphs, the other calls.
+    """
+    ways = [{run.timing == REPLAYS for run in results.runs} or {False} for results in (before, after)]
+    if ways[0] != ways[1] or len(ways[0]) > 1:
+        said = [" and ".join(_timings(results.runs)) for results in (before, after)]
+        raise ValueError(f"these were not timed alike: {said[0]} before, {said[1]} after")
     old, new = ({row.key: row for row in results.rows} for results in (before, after))
     both = [key for key in new if key in old]
     level = min(WORST, LEVEL / max(1, len(both)))
@@ -198,10 +210,16 @@ def warnings(before: Results, after: Results) -> list[str]:
 def _facts(runs: Sequence[Run]) -> dict[str, list[str]]:
     """What the runs say of the machine, each fact with its distinct values."""
     told = [
-        facts({name: run.machine[name] for name in run.machine if name not in ("commit", "clocks")}) for run in runs
+        facts({name: run.machine[name] for name in run.machine if name not in ("commit", "clocks")})
+        | facts({"timing": run.timing})
+        for run in runs
     ]
     names = dict.fromkeys(name for one in told for name in one)
     return {name: distinct([one.get(name, "") for one in told]) for name in names}
+
+
+def _timings(runs: Sequence[Run]) -> list[str]:
+    return distinct([run.timing or "calls" for run in runs]) or ["calls"]
 
 
 def lines(comparison: Comparison, before: Results, after: Results) -> list[str]:
@@ -237,7 +255,7 @@ def main(a: Path, b: Path) -> int:
         1 if something of bertfast's is slower beyond the noise, else 0.
 
     Raises:
-        ValueError: a file cannot be read, or is not one of results.
+        ValueError: a file cannot be read, or is not one of results, or the two were not timed alike.
     """
     before, after = load(Path(a)), load(Path(b))
     comparison = compared(before, after)

@@ -137,6 +137,7 @@ def streams_and_graphs(report: Report) -> None:
     import torch
 
     import bertfast
+    from bertfast.benchmarks import graphs
 
     torch.manual_seed(0)
     config = bertfast.PRESETS["bert-base"]()
@@ -158,7 +159,7 @@ def streams_and_graphs(report: Report) -> None:
             _graph(report, model, ids, mask)
         with report.guard("graph with dropout"):
             model.train()
-            _, replay = _capture(lambda: model(ids).last_hidden_state)
+            replay = graphs.capture(lambda: model(ids).last_hidden_state)
             first, second = replay().clone(), replay().clone()
             changes = bool(first.isfinite().all() and second.isfinite().all() and not torch.equal(first, second))
             report.check("graph with dropout", changes, "two replays dropped the same elements")
@@ -204,8 +205,10 @@ def _graph(report: Report, model, ids, mask) -> None:
 
     import torch
 
+    from bertfast.benchmarks import graphs
+
     static_ids, static_mask = ids.clone(), mask.clone()
-    _, replay = _capture(lambda: model(static_ids, static_mask).last_hidden_state)
+    replay = graphs.capture(lambda: model(static_ids, static_mask).last_hidden_state)
     static_ids.copy_(ids.flip(0))
     static_mask.copy_(mask.flip(0))
     got = replay()
@@ -217,28 +220,6 @@ def _graph(report: Report, model, ids, mask) -> None:
     limit = 2 * eager_error + torch.finfo(got.dtype).eps * exact.abs().max().item()
     report.check("graph", error <= limit, f"error {error:.3g} > {limit:.3g}", error=str(error), limit=str(limit))
     report.check("graph, padded rows", not got[static_mask == 0].any().item(), "padded rows are not 0")
-
-
-def _capture(call):
-    """The captured output, and a function that replays the capture and returns it."""
-    import torch
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = call()
-
-    def replay():
-        graph.replay()
-        torch.cuda.synchronize()
-        return output
-
-    return output, replay
 
 
 def compute_sanitizer(report: Report) -> None:

@@ -2,7 +2,8 @@
 
 A contestant that cannot be built, raises, is in the wrong mode, has another dtype or is wrong gets a line with its
 reason and no number; the others go on. The first call is timed apart. Inputs are random, and rotate from call to call
-through more memory than a cache holds, as far as that is cheap (`cases.ROTATED_BYTES`).
+through more memory than a cache holds, as far as that is cheap (`cases.ROTATED_BYTES`). Where replays of CUDA graphs
+are timed, each of the inputs has a graph of its own, and what the first one computes is compared as well.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bertfast.benchmarks import measure
+from bertfast.benchmarks import graphs, measure
 from bertfast.benchmarks.memory import peak_bytes
 from bertfast.benchmarks.records import Cell, Row, Skipped
 from bertfast.benchmarks.roofline import Ceilings, Cost
@@ -39,6 +41,8 @@ class Entrant:
     Attributes:
         call: what is timed, on one of the contest's inputs.
         check: what it computes of the first inputs, by name; by default `call` returns that.
+        results: the same of what a replay of `call` on the first inputs leaves, by name; None where that cannot be
+            compared, as with dropout. By default what `call` returned, if that is what is compared.
         modules: those at work: their mode and their parameters' dtype must be the cell's.
         reset: frees what an earlier call left to a later one, so that peaks of memory are alike.
         own_memory: it allocates where torch does not see it, so that its peak is not known.
@@ -46,6 +50,7 @@ class Entrant:
 
     call: Callable[[Any], Any]
     check: Callable[[], Results] | None = None
+    results: Callable[[Any], Results] | None = None
     modules: Sequence[nn.Module] = ()
     reset: Callable[[], object] = lambda: None
     own_memory: bool = False
@@ -109,6 +114,11 @@ def run(contest: Contest, ceilings: Ceilings, timer: Timer) -> list[Row | Skippe
     Raises:
         Exception: the float64 result or a yardstick cannot be had, without which there is no comparison.
     """
+    with timer.place():
+        return _run(contest, ceilings, timer)
+
+
+def _run(contest: Contest, ceilings: Ceilings, timer: Timer) -> list[Row | Skipped]:
     tolerances = _Tolerances(contest)
     admitted: dict[str, _Admitted] = {}
     reasons: dict[str, str] = {}
@@ -209,15 +219,27 @@ def _admit(contest: Contest, name: str, entrant: Entrant, tolerances: _Tolerance
     peak = None
     if not entrant.own_memory:
         peak = peak_bytes(lambda: entrant.call(contest.inputs[0]), contest.cell.device)
-    turn = itertools.cycle(contest.inputs)
+    timed = timer.prepared([partial(entrant.call, inputs) for inputs in contest.inputs])
+    if timer.replayed:
+        _check_replay(entrant, timed[0], tolerances)
+    turn = itertools.cycle(timed)
 
     def call() -> object:
         try:
-            return entrant.call(next(turn))
+            return next(turn)()
         except Exception as error:
             raise _Died(name, error) from error
 
     return _Admitted(call, first_call_seconds, error, peak)
+
+
+def _check_replay(entrant: Entrant, replay: Callable[[], Any], tolerances: _Tolerances) -> None:
+    """The last of the graphs may have overwritten what the recorded call had computed; a replay computes it again."""
+    output = replay()
+    if entrant.results is not None:
+        tolerances.error_of(entrant.results(output))
+    elif entrant.check is None:
+        tolerances.error_of(output)
 
 
 def _check_mode(contest: Contest, entrant: Entrant, results: Results) -> None:
@@ -263,7 +285,11 @@ def _row(contest, ceilings: Ceilings, name: str, found: _Admitted, timings, over
 def reason_of(error: BaseException) -> str:
     """One line for people."""
     text = " ".join(str(error).split())
-    text = text if isinstance(error, Refused) else f"{type(error).__name__}: {text}".removesuffix(": ")
+    text = (
+        text
+        if isinstance(error, (Refused, graphs.CannotCapture))
+        else f"{type(error).__name__}: {text}".removesuffix(": ")
+    )
     return text if len(text) <= LONGEST_REASON else f"{text[: LONGEST_REASON - 4]} ..."
 
 

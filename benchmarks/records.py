@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,8 @@ class Run:
         command: the arguments.
         machine: `suite.machine()`.
         ceilings: `bytes_per_second`, and `flops_per_second` by dtype; see `roofline.measure_ceilings`.
+        timing: how calls were timed, of `timer.way_of`; None in files of before that was written: by the clock or
+            between CUDA events.
     """
 
     started: str
@@ -66,6 +68,7 @@ class Run:
     machine: dict[str, Any]
     ceilings: dict[str, Any]
     schema: int = SCHEMA
+    timing: str | None = None
 
 
 @dataclass(frozen=True)
@@ -158,14 +161,15 @@ def from_line(line: str) -> Record:
         raise ValueError("neither a run, a row nor something skipped")
     if cls is Run and content.get("schema") != SCHEMA:
         raise ValueError(f"schema is {content.get('schema')}, this version reads {SCHEMA}")
-    missing = [name for name in _names(cls) if name not in content]
+    given = {item.name: content[_name(item)] for item in fields(cls) if _name(item) in content}
+    missing = [_name(item) for item in fields(cls) if item.name not in given and item.default is MISSING]
     if missing:
         raise ValueError(f"{content['kind']} without {', '.join(missing)}")
-    return cls(**{item.name: content[_RENAMED.get(item.name, item.name)] for item in fields(cls)})
+    return cls(**given)
 
 
-def _names(cls: type) -> list[str]:
-    return [_RENAMED.get(item.name, item.name) for item in fields(cls)]
+def _name(item: Field) -> str:
+    return _RENAMED.get(item.name, item.name)
 
 
 def read(path: str | Path) -> Results:

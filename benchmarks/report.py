@@ -120,6 +120,7 @@ def _part(name: str, results: Results, figures: Sequence[plots.Plot]) -> str:
     lines += [
         f"<p>Command: <code>{escape(text)}</code></p>\n" for text in distinct([command_text(run) for run in runs])
     ]
+    lines += [f"<p>Timed by: {escape(text)}</p>\n" for text in distinct([run.timing or "" for run in runs])]
     lines += [f"<p>Started: {escape(str(run.started))}</p>\n" for run in runs[:1]]
     for figure in figures:
         data = base64.b64encode(figure.png).decode()

@@ -20,7 +20,7 @@ import torch
 
 from bertfast.benchmarks import harness, measure, peers, roofline
 from bertfast.benchmarks.records import Cell, Row, Run, Skipped, key
-from bertfast.benchmarks.timer import Timer
+from bertfast.benchmarks.timer import Timer, way_of
 
 MODULES = {
     "attention": "bench_attention",
@@ -53,6 +53,10 @@ class Plan:
         device: "cpu" or "cuda".
         rounds, min_seconds: of `measure.interleave`.
         compiled: also what torch.compile makes of stock, which takes minutes on a CPU.
+        graphs: time replays of CUDA graphs instead of calls.
+
+    Raises:
+        ValueError: graphs without a GPU.
     """
 
     subjects: Sequence[str] = SUBJECTS
@@ -65,6 +69,15 @@ class Plan:
     rounds: int = 7
     min_seconds: float = 0.02
     compiled: bool = False
+    graphs: bool = False
+
+    def __post_init__(self) -> None:
+        way_of(self.device, self.graphs)
+
+    @property
+    def timing(self) -> str:
+        """How calls are timed, of `timer.way_of`."""
+        return way_of(self.device, self.graphs)
 
     @classmethod
     def of(cls, device: str, quick: bool, **given: Any) -> Plan:
@@ -140,9 +153,9 @@ def run(
     show("measuring what this machine does at best")
     ceilings = roofline.measure_ceilings(device, plan.dtypes)
     started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    facts = Run(started, list(command), machine(plan), asdict(ceilings))
+    facts = Run(started, list(command), machine(plan), asdict(ceilings), timing=plan.timing)
     yield [facts, *(line for line in peers.skipped(cells) if line.key not in done)]
-    timer = Timer.on(device, rounds=plan.rounds, min_seconds=plan.min_seconds)
+    timer = Timer.on(device, replayed=plan.graphs, rounds=plan.rounds, min_seconds=plan.min_seconds)
     for cell in cells:
         show(str(cell))
         yield measured(cell, plan, ceilings, timer, done)
@@ -155,10 +168,11 @@ def measured(
     """What a cell gives; one line where it cannot be measured at all."""
     try:
         subject = subject_of(cell.subject)
-        contestants = subject.contestants(cell, compiled=plan.compiled)
+        options = {"compiled": plan.compiled, "replayed": plan.graphs}
+        contestants = subject.contestants(cell, **options)
         if all(key(cell, name) in done for name in contestants):
             return []
-        return list(harness.run(subject.contest(cell, compiled=plan.compiled), ceilings, timer))
+        return list(harness.run(subject.contest(cell, **options), ceilings, timer))
     except Exception as error:
         return [Skipped(**asdict(cell), contestant=ALL, reason=harness.reason_of(error))]
 

@@ -12,6 +12,7 @@ import pytest
 
 from bertfast.benchmarks import compare
 from bertfast.benchmarks.compare import FASTER, SLOWER, UNCHANGED, UNKNOWN, Interval, interval, left_out, verdict
+from bertfast.benchmarks.timer import CLOCK, EVENTS, REPLAYS
 from bertfast.benchmarks.wording import load
 from helpers.project import ROOT, run_python
 
@@ -20,9 +21,9 @@ KEY = "attention/forward/8x128/dense/float32/cpu/"
 ROUNDS = 10
 
 
-def run(**machine) -> dict:
+def run(timing: str | None = None, **machine) -> dict:
     facts = {"schema": 1, "started": "", "command": [], "machine": MACHINE | machine, "ceilings": {}}
-    return {"kind": "run", **facts}
+    return {"kind": "run", **facts, **({} if timing is None else {"timing": timing})}
 
 
 def entry(contestant: str, batch: int, **more) -> dict:
@@ -215,6 +216,26 @@ def test_what_was_not_measured_alike(compared, machine, more, warning):
     before, after = [run(), row("bertfast", noise(0))], [run(**machine), row("bertfast", noise(0), **more)]
     assert compared(before, after).warnings == [warning]
     assert compared(before, before).warnings == []
+
+
+@pytest.mark.parametrize("other", [[], [run()], [run(EVENTS)], [run(REPLAYS), run(EVENTS)]])
+def test_replays_and_calls_are_not_compared(compared, other):
+    rows = [row("bertfast", noise(0))]
+    replays = [run(REPLAYS), *rows]
+    assert compared(replays, replays).warnings == []
+    calls = " and ".join(line.get("timing", "calls") for line in other) or "calls"
+    with pytest.raises(ValueError, match=f"not timed alike: {REPLAYS} before, {calls} after"):
+        compared(replays, [*other, *rows])
+    with pytest.raises(ValueError, match=f"not timed alike: {calls} before, {REPLAYS} after"):
+        compared([*other, *rows], replays)
+
+
+def test_calls_are_compared_however_they_were_timed(compared):
+    rows = [row("bertfast", noise(0))]
+    found = compared([run(CLOCK), *rows], [run(EVENTS), *rows])
+    assert found.warnings == ["timing differs: clock before, CUDA events after"]
+    found = compared([run(), *rows], [run(CLOCK), *rows])
+    assert found.warnings == ["timing differs: unknown before, clock after"]
 
 
 def test_a_file_with_two_machines_in_it(compared):

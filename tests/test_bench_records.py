@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -17,7 +18,7 @@ CELL = {
     "dtype": "float32",
     "device": "cpu",
 }
-RUN = records.Run("2026-01-02T03:04:05+00:00", ["bench"], {"cpu": "one"}, {"bytes_per_second": 1e10})
+RUN = records.Run("2026-01-02T03:04:05+00:00", ["bench"], {"cpu": "one"}, {"bytes_per_second": 1e10}, timing="clock")
 
 
 def row(contestant: str = "bertfast", median: float = 2.0) -> records.Row:
@@ -65,7 +66,8 @@ def test_what_is_written_is_read(path):
 def test_lines_are_as_documented(path):
     write(path, RUN, row(), SKIPPED)
     run, measured, skipped = map(json.loads, path.read_text().splitlines())
-    assert set(run) == {"kind", "schema", "started", "command", "machine", "ceilings"} and run["schema"] == 1
+    names = {"kind", "schema", "started", "command", "machine", "ceilings", "timing"}
+    assert set(run) == names and (run["schema"], run["timing"]) == (1, "clock")
     identity = {"kind", "key", "subject", "pass", "batch", "length", "fill", "dtype", "device", "contestant"}
     assert set(skipped) == identity | {"reason"}
     numbers = "seconds median p10 p90 speedup first_call_seconds peak_bytes error flops bytes flops_per_second"
@@ -109,6 +111,12 @@ def test_another_schema_is_refused(path):
     path.write_text(path.read_text().replace('"schema": 1', '"schema": 2'))
     with pytest.raises(ValueError, match="line 1: schema is 2, this version reads 1"):
         records.read(path)
+
+
+def test_a_run_of_before_it_said_how_it_timed(path):
+    write(path, RUN)
+    path.write_text(path.read_text().replace(', "timing": "clock"', ""))
+    assert records.read(path).runs == [dataclasses.replace(RUN, timing=None)]
 
 
 def test_the_later_result_of_a_contestant_counts(path):

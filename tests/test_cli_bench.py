@@ -12,7 +12,7 @@ import pytest
 import bertfast.benchmarks
 import bertfast.cli
 from bertfast import ops
-from bertfast.benchmarks import cases, harness, records, roofline, suite
+from bertfast.benchmarks import cases, harness, records, roofline, suite, timer
 from helpers.command_line import error_of, run_here
 from helpers.project import ROOT, run_python
 
@@ -48,6 +48,7 @@ def test_results_are_shown_and_written(capsys, path):
     for text in ("add_layer_norm", "2 x 4", "float32", "of floor", "12.3", "Not measured", "liger: runs on cuda only"):
         assert text in done.stdout
     assert f"results: {path}" in done.stderr and run.machine["cpu"] in done.stderr
+    assert run.timing == "clock" and "timed by clock" in done.stderr
 
 
 def test_options_choose_cells(capsys, path):
@@ -91,6 +92,15 @@ def test_an_interrupted_run_keeps_what_it_has_and_is_resumed(capsys, path, monke
     assert "forward" in done.stdout and "both" in done.stdout, "the table has what was measured before"
 
 
+def test_what_was_timed_otherwise_is_not_continued(capsys, path):
+    facts = records.Run("", [], {}, {}, timing=timer.REPLAYS)
+    with records.Writer(path) as writer:
+        writer.write(facts)
+    message = f"{path} has been timed by {timer.REPLAYS}, this would be by clock"
+    assert message in error_of(run_here(capsys, "bench", *SMALL, "--resume", path))
+    assert records.read(path).runs == [facts]
+
+
 def test_a_wrong_result_of_ours_is_an_exit_code(capsys, path, monkeypatch):
     right = ops.add_layer_norm
     monkeypatch.setattr(ops, "add_layer_norm", lambda *args, **options: right(*args, **options) + 1e-3)
@@ -125,6 +135,7 @@ def test_what_crashes_is_one_line_and_the_rest_goes_on(capsys, path, monkeypatch
         (["--resume", "no-such-file"], "no-such-file: no such file to continue"),
         (["--json", "no-such-folder/file", *SMALL], "no-such-folder/file: No such file or directory"),
         (["--results", "file"], "--results needs --report"),
+        ([*SMALL, "--graphs"], "CUDA graphs can be timed on a GPU only, the device is cpu"),
     ],
 )
 def test_bad_input_is_one_line(capsys, arguments, message):

@@ -32,6 +32,7 @@ FOLDER = click.Path(path_type=Path, file_okay=False)
 @click.option("--rounds", type=click.IntRange(1), help="How often each timing is repeated.")
 @click.option("--quick", is_flag=True, help="One small cell of each kind, few rounds.")
 @click.option("--compile", "compiled", is_flag=True, help="Also torch.compile, which takes minutes.")
+@click.option("--graphs", is_flag=True, help="Time replays of CUDA graphs instead of calls; on a GPU only.")
 @click.option("--json", "target", type=FILE, help="Write results to this new file, one line each.")
 @click.option("--resume", type=FILE, help="Continue this file of a run that was interrupted; give its options again.")
 @click.option("--report", "folder", type=FOLDER, help="Write plots and a page of the results into this folder.")
@@ -48,6 +49,7 @@ def bench(
     rounds,
     quick,
     compiled,
+    graphs,
     target,
     resume,
     folder,
@@ -62,6 +64,7 @@ def bench(
 
     Results are compared with float64 first: what is wrong, or fails, is a line with the reason and has no number.
     Contestants take turns; a first call, which may compile, is timed apart. An interrupted run keeps what it has.
+    What a CUDA graph cannot hold has no number with --graphs; bertfast's models compute padding in one.
 
     Exit code 1 if bertfast's own result was wrong or failed somewhere.
     """
@@ -96,6 +99,7 @@ def bench(
         fills=fills,
         rounds=rounds,
         compiled=compiled,
+        graphs=graphs,
     )
     if folder is not None and target is None and resume is None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -120,6 +124,10 @@ def _measure(plan: Plan, path: Path | None) -> list[Row | Skipped]:
     if not cells:
         raise ValueError("these options leave nothing to measure")
     before = records.read(path) if path is not None and path.exists() else records.Results()
+    # Before it was written, only calls were timed.
+    others = {run.timing or "calls" for run in before.runs if run.timing or plan.graphs} - {plan.timing}
+    if others:
+        raise ValueError(f"{path} has been timed by {', '.join(sorted(others))}, this would be by {plan.timing}")
     entries: dict[str, Row | Skipped] = {entry.key: entry for entry in (*before.rows, *before.skipped)}
     with ExitStack() as stack:
         writer = stack.enter_context(records.Writer(path)) if path is not None else None
@@ -129,7 +137,7 @@ def _measure(plan: Plan, path: Path | None) -> list[Row | Skipped]:
                     if writer is not None:
                         writer.write(*found)
                     if found and isinstance(found[0], records.Run):
-                        note(measure.machine_line(found[0].machine))
+                        note(f"{measure.machine_line(found[0].machine)}; timed by {found[0].timing}")
                         found = found[1:]
                     else:
                         advance()
