@@ -41,6 +41,8 @@ IN_CHECKOUT = (ROOT / "setup.py").is_file() and (ROOT / "csrc").is_dir()
 BUDGET_SECONDS = 480.0
 # A stage that is given less would only start up.
 LEAST_SECONDS = 10.0
+# Spread of rounds by the median from which on the table marks a number.
+NOISY = 0.2
 _OUTPUT_TAIL = 3000
 _PR_SET_PDEATHSIG = 1
 
@@ -64,33 +66,35 @@ class Stage:
     essential: bool = False
 
 
+_STAGES = "bertfast.benchmarks.device_stages"
+_PARITY = "bertfast.benchmarks.device_parity"
+# Limits up to the first timings leave these a minute of the budget even if each is reached: so much is always learnt.
 STAGES = [
-    Stage("environment", "bertfast.benchmarks.device_stages:environment", 60, essential=True),
-    Stage("build", "bertfast.benchmarks.device_stages:build", 180),
-    Stage(
-        "compile",
-        "bertfast.benchmarks.device_parity:compile_kernels",
-        100,
-        gpu_only="interpreted kernels are not compiled",
-    ),
-    Stage("attention ops", "bertfast.benchmarks.device_parity:attention_ops", 60),
-    Stage("row ops", "bertfast.benchmarks.device_parity:row_ops", 60),
-    Stage("GEMM ops", "bertfast.benchmarks.device_parity:gemm_ops", 60),
-    Stage("models", "bertfast.benchmarks.device_parity:models", 90),
+    Stage("environment", f"{_STAGES}:environment", 40, essential=True),
+    Stage("build", f"{_STAGES}:build", 150),
+    Stage("compile", f"{_PARITY}:compile_kernels", 70, gpu_only="interpreted kernels are not compiled"),
+    Stage("attention ops", f"{_PARITY}:attention_ops", 35),
+    Stage("row ops", f"{_PARITY}:row_ops", 30),
+    Stage("GEMM ops", f"{_PARITY}:gemm_ops", 35),
+    Stage("models", f"{_PARITY}:models", 60),
+    Stage("inference timings", "bertfast.benchmarks.device_timings:inference", 75),
     Stage(
         "streams and graphs",
-        "bertfast.benchmarks.device_stages:streams_and_graphs",
-        60,
+        f"{_STAGES}:streams_and_graphs",
+        40,
         gpu_only="streams, synchronisation and CUDA graphs exist on a GPU only",
     ),
-    Stage("model timings", "bertfast.benchmarks.device_timings:timings", 120),
-    Stage("op timings", "bertfast.benchmarks.device_ops:timings", 60),
+    Stage("limits", "bertfast.benchmarks.device_limits:limits", 60),
+    Stage("training timings", "bertfast.benchmarks.device_timings:training", 75),
+    Stage("profiles", "bertfast.benchmarks.device_profile:profiles", 40),
+    Stage("compiled stock", "bertfast.benchmarks.device_compiled:timings", 150),
     Stage(
         "compute-sanitizer",
-        "bertfast.benchmarks.device_stages:compute_sanitizer",
-        90,
+        f"{_STAGES}:compute_sanitizer",
+        60,
         gpu_only="compute-sanitizer watches GPU kernels only",
     ),
+    Stage("op timings", "bertfast.benchmarks.device_ops:timings", 60),
 ]
 
 
@@ -329,15 +333,43 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     if not_run:
         lines += ["", "not run"]
         lines += [f"  {stage}: {_shortened(names)}: {reason}" for (stage, reason), names in not_run.items()]
-    timings = [r for r in items if "ms" in r]
-    if timings:
-        rows = [("milliseconds, median (10-90 %)", "", "bertfast's gain")]
-        for r in timings:
-            ms, gain = r["ms"], r.get("gain")
-            ratio = f"{gain['median']:.2f}x ({gain['p10']:.2f}-{gain['p90']:.2f})" if gain else ""
-            rows.append((f"  {r['item']}", f"{ms['median']:.3f} ({ms['p10']:.3f}-{ms['p90']:.3f})", ratio))
-        lines += ["", *columns(rows)]
+    for stage in dict.fromkeys(r["stage"] for r in items if "ms" in r):
+        lines += ["", *_timing_lines(stage, [r for r in items if r["stage"] == stage and "ms" in r])]
+    for title in dict.fromkeys(r["profile"] for r in items if "profile" in r):
+        lines += ["", *_profile_lines(title, items)]
     return "\n".join(lines)
+
+
+def _timing_lines(stage: str, timings: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each cell, a column for each contestant."""
+    contestants = list(dict.fromkeys(r["contestant"] for r in timings))
+    cells: dict[str, dict[str, str]] = {}
+    for r in timings:
+        cells.setdefault(r["cell"], {})[r["contestant"]] = _timing(r)
+    rows = [(f"{stage}, ms", *contestants)]
+    rows += [(f"  {cell}", *(found.get(name, "") for name in contestants)) for cell, found in cells.items()]
+    gains = "x: bertfast's gain; ~: the middle 80 % of rounds spread by more than a fifth of the median"
+    return [*columns(rows), f"  ({gains})"]
+
+
+def _timing(r: dict[str, Any]) -> str:
+    ms, gain = r["ms"], r.get("gain")
+    noisy = "~" if ms["p90"] - ms["p10"] > NOISY * ms["median"] else ""
+    return f"{noisy}{ms['median']:.3f}" + (f" {gain['median']:.2f}x" if gain else "")
+
+
+def _profile_lines(title: str, items: Sequence[dict[str, Any]]) -> list[str]:
+    total = next((r for r in items if r["item"] == f"{title}: all kernels"), None)
+    rows = [(f"{title}, kernels", "calls", "us", "share", "")]
+    rows += [
+        (f"  {r['kernel'][:60]}", f"{r['calls']:g}", f"{r['kernel_microseconds']:.1f}", f"{r['share']:.1%}", "")
+        for r in items
+        if r.get("profile") == title
+    ]
+    if total is not None:
+        spent = f"{total['kernel_microseconds']:.1f}"
+        rows.append(("  all", f"{total['kernels']:g}", spent, "", f"idle {total['idle']:.0%} of a call"))
+    return columns(rows)
 
 
 def _shortened(names: Sequence[str]) -> str:

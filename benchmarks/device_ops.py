@@ -52,13 +52,10 @@ def timings(report: Report) -> None:
     rounds, seconds = (15, 0.005) if on_gpu else (3, 0.001)
     peaks = _peaks(report, rounds, stopwatch)
     # Each line of the table in `gemm_forms`: few rows, many, K in between, and long.
-    for sizes in (
-        (16, width, inner),
-        *((m, width, inner) for m in rows),
-        (rows[-1], 512, inner),
-        (rows[-1], 8192, 1024),
-    ):
-        _gemms(report, *(sizes if on_gpu else (8, 16, 24)), rounds, seconds, stopwatch)
+    many = ((m, width, inner) for m in rows)
+    gemms = ((16, width, inner), *many, (rows[-1], 512, inner), (rows[-1], 8192, 1024)) if on_gpu else ((8, 16, 24),)
+    for sizes in gemms:
+        _gemms(report, *sizes, rounds, seconds, stopwatch)
     for m in rows:
         around, attention = _cases(m, width, inner, report.device), _attention_cases(m, lengths, width, report.device)
         for case in chain(around, attention):
@@ -85,6 +82,8 @@ def _measured(report, case, name, timing, torch_timing, peaks) -> None:
         rates |= {"TFLOP_per_second": case.flops / median / 1e12, "of_matmul": case.flops / median / peaks["matmul"]}
     report.measured(
         f"{case.title}, {name}",
+        cell=case.title,
+        contestant=name,
         ms={key: 1e3 * value for key, value in asdict(timing.quantiles).items()},
         gain=None if name == "torch" else asdict(timing.speedup_over(torch_timing)),
         **rates,
@@ -134,6 +133,8 @@ def _gemms(report: Report, m: int, n: int, f: int, rounds: int, seconds: float, 
             median = timing.quantiles.median
             report.measured(
                 f"{title}, {name}",
+                cell=title,
+                contestant=name,
                 ms={key: 1e3 * value for key, value in asdict(timing.quantiles).items()},
                 TFLOP_per_second=2 * m * n * f / median / 1e12,
                 of_gemm=alone / median,

@@ -100,7 +100,8 @@ def _packed_weights(report: Report) -> None:
 
 def compile_kernels(report: Report) -> None:
     """Fills Triton's cache on all cores: one after the other, the kernels of the parity stages compile for minutes."""
-    shares = min(8, len(os.sched_getaffinity(0)))
+    # A process takes up to 3 GB of the host's memory.
+    shares = min(16, len(os.sched_getaffinity(0)))
     with tempfile.TemporaryDirectory() as scratch:
         workers = []
         for i in range(shares):
@@ -108,31 +109,58 @@ def compile_kernels(report: Report) -> None:
             command = command_of(stage, Path(scratch, f"{i}.jsonl"), False, report.seconds_left())
             environment = {**os.environ, SHARE: f"{i}/{shares}"}
             workers.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
-        codes = [worker.wait() for worker in workers]
-    # What does not compile fails in the parity stages, with its name and reason.
+        codes = [_ended(worker, report.seconds_left() - 5) for worker in workers]
+    # What does not compile fails in the parity stages, with its name and reason; what is not reached compiles there.
     report.measured("processes", count=shares, codes=codes)
+
+
+def _ended(worker: subprocess.Popen, seconds: float) -> int:
+    """Its exit code; it is killed if it takes longer."""
+    try:
+        return worker.wait(max(seconds, 0.0))
+    except subprocess.TimeoutExpired:
+        worker.kill()
+        return worker.wait()
 
 
 def compile_share(report: Report) -> None:
     """Runs every `shares`th case on our own GPU backends, whatever comes of it."""
     share, shares = map(int, os.environ[SHARE].split("/"))
-    made = [
-        (capability.backend, make, dtype)
-        for capability in backends.candidates()
-        if capability.backend in GPU_BACKENDS and capability.unavailable_reason() is None
-        for make in cases(capability.op, small=False).values()
-        for dtype in DTYPES
-    ]
-    for backend, make, dtype in made[share::shares]:
+    # Those of compute-sanitizer too: under it every second counts.
+    for backend, _, make, dtype in [*_kernel_cases(small=False), *_kernel_cases(small=True)][share::shares]:
         with suppress(Exception):
-            case = _on(make(dtype), report.device)
-            outputs = case.ours(case.inputs, backend)
-            torch.autograd.backward(list(outputs.values()), [torch.ones_like(out) for out in outputs.values()])
+            _run_kernels(backend, make(dtype), report.device)
 
 
 def gpu_kernels(report: Report) -> None:
-    """Every op on our own GPU backends only, for a tool that watches the kernels."""
-    _parity(report, backends.OPS, GPU_BACKENDS)
+    """Every op on our own GPU backends, forward and backward on small inputs, for a tool that watches the kernels.
+
+    Nothing is compared, which is the parity stages' part: PyTorch's kernels would be watched as well.
+    """
+    for backend, title, make, dtype in _kernel_cases(small=True):
+        item = f"{title} {_name(dtype)} {backend}"
+        with report.guard(item):
+            try:
+                _run_kernels(backend, make(dtype), report.device)
+            except bertfast.BackendError as error:
+                report.not_run(item, str(error).splitlines()[0])
+            else:
+                report.passed(item)
+
+
+def _kernel_cases(small: bool) -> Iterator[tuple[str, str, Make, torch.dtype]]:
+    """Backend, title, case and dtype."""
+    for capability in backends.candidates():
+        if capability.backend in GPU_BACKENDS and capability.unavailable_reason() is None:
+            for title, make in cases(capability.op, small=small).items():
+                for dtype in DTYPES:
+                    yield capability.backend, f"{capability.op} {title}", make, dtype
+
+
+def _run_kernels(backend: str, case: Any, device: str) -> None:
+    case = on_device(case, device)
+    outputs = case.ours(case.inputs, backend)
+    torch.autograd.backward(list(outputs.values()), [torch.ones_like(out) for out in outputs.values()])
 
 
 def _ops(report: Report, names: tuple[str, ...]) -> None:
@@ -170,14 +198,15 @@ def _parity(
             for dtype in DTYPES:
                 item = f"{what} {title} {_name(dtype)}"
                 with report.guard(item), poisoned():
-                    results = assert_parity(_on(make(dtype), report.device), capability.backend)
+                    results = assert_parity(on_device(make(dtype), report.device), capability.backend)
                     if results is None:
                         report.not_run(item, "the backend declares that it does not serve this, and refused it")
                     else:
                         report.passed(item)
 
 
-def _on(case: Any, device: str) -> Any:
+def on_device(case: Any, device: str) -> Any:
+    """A case of `cases` with its tensors on a device."""
     inputs = {
         name: None if t is None else t.detach().to(device).requires_grad_(t.requires_grad)
         for name, t in case.inputs.items()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from bertfast import backends
-from bertfast.benchmarks import device_check, device_parity, device_stages, device_timings
+from bertfast.benchmarks import device_check, device_models, device_parity, device_stages, device_timings
 from helpers import tolerance
 from helpers.project import ROOT, copy_installation, copy_tree, run_python
 
@@ -101,6 +101,13 @@ def start(tmp_path):
     for process in started:
         process.kill()
         process.communicate()
+
+
+@pytest.fixture
+def report(tmp_path):
+    report = device_check.Report(tmp_path / "out.jsonl", "stage", True, 100.0)
+    report.path = tmp_path / "out.jsonl"
+    return report
 
 
 def finish(process: subprocess.Popen) -> tuple[int, str]:
@@ -244,23 +251,27 @@ def test_rehearsal(tmp_path):
     assert list(found) == [stage.name for stage in device_check.STAGES]
     gpu_only = {stage.name for stage in device_check.STAGES if stage.gpu_only}
     assert gpu_only and {name for name, status in found.items() if status != "passed"} == gpu_only
-    items = {r["item"]: r for r in records if r["kind"] == "item"}
+    items = [r for r in records if r["kind"] == "item"]
+    parity = [r for r in items if r["stage"].endswith(" ops")]
     for candidate in backends.candidates():
-        mine = [r["status"] for item, r in items.items() if item.startswith(f"{candidate.op} {candidate.backend}")]
+        mine = [r["status"] for r in parity if r["item"].startswith(f"{candidate.op} {candidate.backend}")]
         assert mine, f"{candidate.op} on {candidate.backend} is not in the results"
         # Emulated, `cuda` serves the CPU in this process only.
         gpu_only = candidate.backend == "cuda" or candidate.devices == {"cuda"}
         assert set(mine) <= {"passed"} or candidate.unavailable_reason() or gpu_only
-    assert items["kernels"]["status"] == items["MiniLM checkpoint"]["status"] == "not run"
-    timed = [r for r in items.values() if "ms" in r]
+    assert {r["status"] for r in items if r["item"] in ("kernels", "MiniLM checkpoint")} == {"not run"}
+    timed = [r for r in items if "ms" in r]
     by_stage = {
-        stage: {r["item"].rpartition(", ")[2] for r in timed if r["stage"] == stage}
-        for stage in ("model timings", "op timings")
+        stage.name: {r["contestant"] for r in timed if r["stage"] == stage.name} for stage in device_check.STAGES
     }
-    assert by_stage["model timings"] == {"bertfast", "stock eager", "stock sdpa"}
+    models = {"bertfast", "bertfast cpu", "stock eager", "stock sdpa"}
+    assert by_stage["inference timings"] == by_stage["training timings"] == models
+    assert by_stage["compiled stock"] == {"bertfast", "stock sdpa", "stock compiled"}
     assert {"torch", "GEMM"} <= by_stage["op timings"] <= {*backends.BACKENDS, "GEMM"}
     assert all(0 < r["ms"]["p10"] <= r["ms"]["median"] <= r["ms"]["p90"] for r in timed)
-    assert all(r["item"] in done.stdout for r in timed)
+    assert all(r["cell"] in done.stdout and f"{r['ms']['median']:.3f}" in done.stdout for r in timed)
+    kernels = [r for r in items if "profile" in r]
+    assert len({r["profile"] for r in kernels}) == 2 and all(r["profile"] in done.stdout for r in kernels)
 
 
 def test_a_bare_checkout_is_enough(tmp_path):
@@ -302,7 +313,7 @@ def test_full_size_cases_can_be_made_and_called(op):
 def test_cases_keep_to_one_device(op):
     """On the meta device, as no GPU is here; varlen_attention reads lengths, which nothing there has."""
     for make in device_parity.cases(op, small=True).values():
-        case = device_parity._on(make(torch.float32), "meta")
+        case = device_parity.on_device(make(torch.float32), "meta")
         cotangents = {name: torch.empty_like(out) for name, out in case.ours(case.inputs, "torch").items()}
         ours = tolerance.run(lambda inputs, case=case: case.ours(inputs, "torch"), case.inputs, cotangents)
         inputs, upstream = tolerance.to_double(case.inputs), tolerance.to_double(cotangents)
@@ -316,29 +327,102 @@ def test_cases_keep_to_one_device(op):
 
 @pytest.mark.parametrize("batch", [1, 4, 32])
 def test_half_filled_batches_are(batch):
-    mask = device_timings.batch_of(batch, 128, "half filled", "cpu")["attention_mask"]
+    mask = device_models.batch_of(batch, 128, "half filled", "cpu")["attention_mask"]
     assert mask.sum() == batch * 64 and (mask[:, 0] == 1).all()
-    assert device_timings.batch_of(batch, 128, "dense", "cpu")["attention_mask"].all()
+    assert device_models.batch_of(batch, 128, "dense", "cpu")["attention_mask"].all()
 
 
-def test_a_wrong_result_is_not_timed(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.BertConfig(
-        vocab_size=device_timings.VOCAB,
-        hidden_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=3,
-        intermediate_size=40,
-    )
-    stock = transformers.BertModel(config, add_pooling_layer=False).eval()
-    report = device_check.Report(tmp_path / "out.jsonl", "timings", True, 100.0)
-    models = device_timings._models(stock, torch.float32, "cpu")
+@pytest.fixture
+def stock():
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 40}
+    return device_models.stock_model(**sizes)
+
+
+def test_a_wrong_result_is_not_timed(report, stock):
+    models = device_models.models_of(stock, torch.float32, "cpu")
     with torch.no_grad():
         models["bertfast"].encoder.layer[0].output.LayerNorm.weight *= 1.01
-    plan = device_timings.REHEARSAL
-    device_timings._inference(report, plan, models, torch.float32, 2, 8, "half filled")
-    (record,) = device_check.read(tmp_path / "out.jsonl")
-    assert record["status"] == "failed" and "not timed" in record["reason"]
+        inputs = device_models.batch_of(2, 8, "half filled", "cpu")
+        device_timings._inference(report, device_timings.REHEARSAL, models, "cell", inputs)
+    records = device_check.read(report.path)
+    assert [r["item"] for r in records] == ["cell, bertfast", "cell, bertfast cpu"]
+    assert all(r["status"] == "failed" and "not timed" in r["reason"] for r in records)
+
+
+def test_a_backend_that_is_wrong_loses_its_own_number_only(report, stock, monkeypatch):
+    models = device_models.models_of(stock, torch.float32, "cpu")
+    inputs = device_models.batch_of(2, 8, "dense", "cpu")
+    pinned = device_models._pinned
+    monkeypatch.setattr(device_models, "_pinned", lambda call, name: lambda: pinned(call, name)() + 1e-2)
+    with torch.no_grad():
+        device_timings._inference(report, device_timings.REHEARSAL, models, "cell", inputs)
+    found = {r["item"]: r["status"] for r in device_check.read(report.path)}
+    measured = dict.fromkeys(("cell, bertfast", "cell, stock eager", "cell, stock sdpa"), "measured")
+    assert found == {"cell, bertfast cpu": "failed", **measured}
+
+
+def test_backends_are_pinned_one_by_one(monkeypatch):
+    seen = []
+    calls = {"bertfast": lambda: seen.append(backends.order_on("cuda")), "stock eager": lambda: None}
+    made = device_models.with_backends(calls, "cuda")
+    assert list(made) == ["bertfast", "bertfast triton", "bertfast cuda", "stock eager"]
+    for call in made.values():
+        call()
+    assert seen == [backends.AUTO_ORDER["cuda"], ("triton", "torch"), ("cuda", "torch")]
+
+
+def test_what_is_cut_off_is_worth_the_least():
+    order = list(device_timings.FULL.order())
+    assert len(order) == 20 and [dtype for dtype, *_ in order[:10]] == [torch.bfloat16] * 10
+    assert [filling for _, filling, *_ in order[:10]] == ["dense"] * 5 + ["half filled"] * 5
+    assert {cell[2:] for cell in order} == {(1, 128), (8, 128), (32, 128), (8, 512), (32, 512)}
+
+
+def test_a_cell_that_no_time_is_left_for_says_so(tmp_path, stock, monkeypatch):
+    monkeypatch.setattr(device_models, "stock_model", lambda **changes: stock)
+    path = tmp_path / "out.jsonl"
+    for timings in (device_timings.inference, device_timings.training):
+        timings(device_check.Report(path, "timings", True, 1.0))
+    assert {(r["status"], r["reason"]) for r in device_check.read(path)} == {("not run", "out of time")}
+
+
+def test_the_first_timings_are_within_any_budget():
+    names = [stage.name for stage in device_check.STAGES]
+    before = device_check.STAGES[: names.index("inference timings")]
+    assert sum(stage.limit for stage in before) <= device_check.BUDGET_SECONDS - 60
+
+
+def test_the_table_has_a_line_for_each_cell():
+    def timing(cell, contestant, median, gain=None, stage="timings", spread=0.0):
+        ms = {"median": median, "p10": median * (1 - spread), "p90": median * (1 + spread)}
+        gains = {"median": gain} if gain else None
+        item = {"kind": "item", "stage": stage, "status": "measured", "item": f"{cell}, {contestant}"}
+        return {**item, "cell": cell, "contestant": contestant, "ms": ms, "gain": gains}
+
+    kernel = {"kind": "item", "stage": "profiles", "status": "measured", "item": "forward: gemm", "profile": "forward"}
+    kernel |= {"kernel": "gemm", "calls": 12.0, "kernel_microseconds": 345.678, "share": 0.5}
+    total = {"kind": "item", "stage": "profiles", "status": "measured", "item": "forward: all kernels"}
+    total |= {"kernel_microseconds": 700.0, "kernels": 84.0, "idle": 0.125}
+    records = [
+        timing("(1,128)", "bertfast", 1.0),
+        timing("(1,128)", "stock", 3.0, 3.0),
+        timing("(8,128)", "bertfast", 2.0, spread=0.2),
+        timing("GEMM", "torch", 0.5, stage="ops"),
+        total,
+        kernel,
+    ]
+    lines = [line.split() for line in device_check.table(records).splitlines()]
+    for line in (
+        "timings, ms bertfast stock",
+        "(1,128) 1.000 3.000 3.00x",
+        "(8,128) ~2.000",
+        "ops, ms torch",
+        "GEMM 0.500",
+        "gemm 12 345.7 50.0%",
+        "all 84 700.0 idle 12% of a call",
+    ):
+        assert line.split() in lines, line
 
 
 @pytest.mark.parametrize(
@@ -361,3 +445,38 @@ def test_compute_sanitizer(monkeypatch, tmp_path, kernels, installed, status, re
     records = device_check.read(path)
     assert [r["item"] for r in records] == list(device_stages.SANITIZER_TOOLS)
     assert {r["status"] for r in records} == {status} and reason in records[0]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "reason"),
+    [
+        ("========= COMPUTE-SANITIZER", "not run", "without a finding in 1 cases"),
+        ("========= Invalid __global__ read", "failed", "killed after 1 s: ========= Invalid __global__ read"),
+    ],
+)
+def test_compute_sanitizer_out_of_time(monkeypatch, tmp_path, said, status, reason):
+    """It is 50 times slower than the kernels alone; what it has seen until then counts."""
+    item = json.dumps({"kind": "item", "item": "one", "status": "passed"})
+    script = tmp_path / "sanitizer"
+    script.write_text(
+        f"#!{sys.executable}\nimport sys, time\n"
+        f"open(sys.argv[sys.argv.index('--output') + 1], 'w').write({item!r} + '\\n')\n"
+        f"print({said!r}, flush=True)\ntime.sleep(60)\n"
+    )
+    script.chmod(0o755)
+    path = tmp_path / "out.jsonl"
+    report = device_check.Report(path, "compute-sanitizer", False, 60.0)
+    device_stages._sanitize(report, str(script), "memcheck", 1.0)
+    (record,) = device_check.read(path)
+    assert record["status"] == status and reason in record["reason"]
+
+
+def test_kernels_for_a_tool_run_forward_and_backward(report, monkeypatch):
+    """On small inputs, and on ours only."""
+    monkeypatch.setattr(device_parity, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(device_parity, "GPU_BACKENDS", ("cpu",))
+    device_parity.gpu_kernels(report)
+    found = {r["item"]: r for r in device_check.read(report.path)}
+    assert found["add_layer_norm dropout float32 cpu"]["status"] == "passed"
+    assert "linear_gelu" in found["linear_gelu plain float32 cpu"]["reason"]
+    assert len(found) == sum(c.backend == "cpu" for c in backends.candidates())

@@ -77,11 +77,12 @@ class FakeCuda:
         self.log.append(f"end {graph.number}")
 
     def wait(self) -> None:
-        """What a graph cannot hold."""
+        """Does what a graph cannot hold."""
         if self.capturing is not None:
             raise RuntimeError("operation not permitted\nwhen stream is capturing")
 
     def install(self, monkeypatch) -> FakeCuda:
+        """Puts it in place of torch's. Import before what has torch's classes in its annotations."""
         replaced = {
             "Stream": self.new_stream,
             "CUDAGraph": self.new_graph,
