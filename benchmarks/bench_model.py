@@ -136,7 +136,7 @@ class Model:
     def _peer(self, cell: Cell, name: str, replayed: bool) -> Entrant:
         if replayed:
             raise Refused("computes in streams of its own, which a CUDA graph does not record")
-        converted, rows = self._models(cell).converted(name), _compared_rows(cell)
+        converted, rows = self._models(cell, replayed).converted(name), _compared_rows(cell)
 
         def step(batch: Batch) -> Any:
             return converted.call(batch.tensors["input_ids"], batch.tensors["attention_mask"])

@@ -92,6 +92,13 @@ def cell_of(subject="bert-base", pass_="inference", batch=3, length=9, fill="hal
     return Cell(subject, pass_, batch, length, fill, dtype, device)
 
 
+def test_replays_have_no_peer_of_models(fakes):
+    contestants = suite.subject_of("bert-base").contestants(cell_of(), replayed=True)
+    for name in fakes:
+        with pytest.raises(Refused, match="which a CUDA graph does not record"):
+            contestants[name]()
+
+
 @pytest.mark.parametrize("subject", CONFIGS)
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_a_library_that_is_installed_is_right(name, subject, installed):

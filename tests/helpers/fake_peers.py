@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -16,6 +17,8 @@ POISON = math.nan
 
 def module(name: str, **content) -> ModuleType:
     made = ModuleType(name)
+    # find_spec, by which other libraries look for it, refuses a module without one.
+    made.__spec__ = ModuleSpec(name, None)
     vars(made).update(content)
     return made
 
