@@ -101,6 +101,8 @@ MASKS = {
     "(b, h, q, 1)": lambda b, h, q, k: bools(b, h, q, 1),
     "block diagonal": lambda b, h, q, k: (torch.arange(q)[:, None] < 3) == (torch.arange(k) < 3),
     "expanded": lambda b, h, q, k: bools(b, 1, 1, k).expand(b, h, q, k),
+    "keys with a stride": lambda b, h, q, k: bools(b, 1, 1, 2 * k)[..., ::2],
+    "keys outermost": lambda b, h, q, k: bools(k, b).t()[:, None, None],
 }
 
 

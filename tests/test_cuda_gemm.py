@@ -289,6 +289,13 @@ def test_three_weights_in_splits_of_the_sum(rows, width_out, tiles, biases):
         assert_parity(case, "cuda")
 
 
+def test_three_weights_over_more_tiles_than_a_group_has():
+    case = qkv_case(400, 16, 48)
+    _, did = counted(case.ours, case.inputs, "cuda")
+    assert did.launches == 1 and did.blocks > 8
+    assert_parity(case, "cuda")
+
+
 def test_rows_without_unit_stride_are_copied():
     inputs = linear_case(9, 40, 48, torch.bfloat16).inputs
     inputs["x"] = random(9, 1, dtype=torch.bfloat16, seed=7, grad=False).expand(9, 48)
