@@ -106,8 +106,9 @@ def check_cuda() -> None:
 def make_extension(backend: str) -> Extension:
     from torch.utils import cpp_extension
 
-    # Neither of the two -fno flags changes a result; they let the compiler vectorise selects and square roots.
-    vectorise = ["-fopenmp-simd", "-fno-trapping-math", "-fno-math-errno"]
+    # Neither of the two -fno flags changes a result; they let the compiler vectorise selects and square roots. Under a
+    # standard of C++ gcc does not fuse products with sums unless it is told to, which is half of a GEMM's speed.
+    vectorise = ["-fopenmp-simd", "-fno-trapping-math", "-fno-math-errno", "-ffp-contract=fast"]
     # Error messages name source files, and not where they lay on the machine that built.
     host = ["-fvisibility=hidden", "-Wall", f"-ffile-prefix-map={ROOT}/="]
     cxx = ["-O3", *host, *vectorise, TARGET_VERSION]

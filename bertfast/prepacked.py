@@ -6,7 +6,8 @@ own that its kernels read as they multiply. On one core of an AMD EPYC with AVX-
 
 Each weight that is used has its copy, so a model takes twice the memory. Copies never go stale: a copy is found by the
 identity of its Parameters and held to what the host knows of them and to 64 spread-out values, as in `weight_cache`;
-biases are not copied. `bertfast.refresh(model)` drops the copies after an edit that nothing can detect.
+biases are not copied. `bertfast.refresh(model)` drops the copies after an edit that nothing can detect, and those of a
+model that has moved to another dtype or device and comes not back.
 
 The two operators are private to PyTorch, so they are tried once; where one fails, PyTorch's own GEMM runs.
 `torch.backends.mkldnn.flags(enabled=False)` switches them off, and so does `use_backend("torch")`.
@@ -15,6 +16,7 @@ The two operators are private to PyTorch, so they are tried once; where one fail
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import weakref
 
@@ -25,7 +27,8 @@ from bertfast.backends import is_traced, needs_grad
 from bertfast.freshness import Facts, facts_of
 
 SAMPLES = 64
-_ALGORITHMS = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), None: ("none", "")}
+_POST_OPS = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), None: ("none", "")}
+_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
 
 class _Entry:
@@ -58,10 +61,26 @@ _entries: dict[tuple[int, ...], _Entry] = {}
 _lock = threading.Lock()
 
 
+def _after_fork() -> None:
+    """The lock may have been held by a thread that the child does not have."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def _samples(weight: Tensor) -> Tensor:
-    """A view of values spread over the whole of a contiguous weight: one call, where indices would cost three."""
+    """Values spread over the rows and columns of a contiguous weight, as bits: NaN equals itself. A view, because to
+    gather them by indices costs three times as much."""
     count = min(SAMPLES, weight.numel())
-    return weight.detach().as_strided((count,), (max(weight.numel() // count, 1),))
+    step = max((weight.numel() - 1) // max(count - 1, 1), 1)
+    return weight.detach().as_strided((count,), (step,)).view(_BITS[weight.dtype])
+
+
+def _product(x: Tensor, copy: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+    name, algorithm = _POST_OPS[activation]
+    return torch.ops.mkldnn._linear_pointwise(x, copy, bias, name, [], algorithm)
 
 
 @functools.cache
@@ -70,11 +89,9 @@ def _works(dtype: torch.dtype) -> bool:
     try:
         if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return False
-        x = torch.eye(16, dtype=dtype)
+        x = torch.eye(16, dtype=dtype, device="cpu")
         with torch.inference_mode(False), torch.no_grad():
-            out = torch.ops.mkldnn._linear_pointwise(
-                x, torch.ops.mkldnn._reorder_linear_weight(x), None, *_ALGORITHMS["gelu"][:1], [], "none"
-            )
+            out = _product(x, torch.ops.mkldnn._reorder_linear_weight(x), None, "gelu")
         return bool((out.diagonal() > 0.8).all())
     except (AttributeError, RuntimeError, TypeError):
         return False
@@ -84,15 +101,43 @@ def _serves(x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor | None,
     return (
         type(x) is Tensor
         and x.device.type == "cpu"
-        and x.dtype in (torch.float32, torch.bfloat16)
+        and x.dtype in _BITS
         and x.numel() > 0
-        and all(type(w) is nn.Parameter and w.dtype == x.dtype and w.is_contiguous() and w.numel() for w in weights)
-        and all(b is None or b.dtype == x.dtype for b in biases)
+        and all(map(functools.partial(_is_weight_of, x), weights))
+        # oneDNN reads a bias as it would lie in memory if it were contiguous and of the right size.
+        and all(map(functools.partial(_is_bias_of, x), weights, biases))
+        and len({b is None for b in biases}) == 1
         and not needs_grad(x, *weights, *biases)
         and not is_traced(x)
         and torch._C._len_torch_dispatch_stack() == 0
+        # The ops have cast their inputs by then; what has not been cast must be, by PyTorch's own.
+        and not torch.is_autocast_enabled("cpu")
         and torch.backends.mkldnn.enabled
         and _works(x.dtype)
+    )
+
+
+def _is_weight_of(x: Tensor, weight: Tensor) -> bool:
+    return (
+        type(weight) is nn.Parameter
+        and weight.dtype == x.dtype
+        and weight.device == x.device
+        and weight.dim() == 2
+        and weight.shape[1] == x.shape[-1]
+        and weight.is_contiguous()
+        and weight.numel() > 0
+    )
+
+
+def _is_bias_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    if bias is None:
+        return True
+    return (
+        bias.dtype == x.dtype
+        and bias.device == x.device
+        and bias.dim() == 1
+        and bias.shape[0] == weight.shape[0]
+        and bias.is_contiguous()
     )
 
 
@@ -110,14 +155,13 @@ def linear(
     Returns:
         (..., N_1 + N_2 + ...); None for a call that is PyTorch's: not on the CPU, one that needs a gradient, of other
         than fp32 or (where the machine multiplies it) bf16, of weights that are no contiguous Parameters (replicas of
-        DataParallel, what autocast has cast), under a trace, a transform or a dispatch mode (a FLOP counter does not
-        know the operators).
+        DataParallel, what autocast has cast), of biases that are not contiguous, under autocast, a trace, a transform
+        or a dispatch mode (a FLOP counter does not know the operators).
     """
     if not _serves(x, weights, biases):
         return None
     bias = biases[0] if len(biases) == 1 or biases[0] is None else torch.cat(biases)
-    name, algorithm = _ALGORITHMS[activation]
-    return torch.ops.mkldnn._linear_pointwise(x, _copy_of(weights), bias, name, [], algorithm)
+    return _product(x, _copy_of(weights), bias, activation)
 
 
 def _copy_of(weights: tuple[nn.Parameter, ...]) -> Tensor:
@@ -134,5 +178,6 @@ def _copy_of(weights: tuple[nn.Parameter, ...]) -> Tensor:
 def forget(parameters: set[int]) -> None:
     """Drops the copies of parameters of these ids."""
     with _lock:
-        for key in [key for key in _entries if parameters.intersection(key)]:
-            del _entries[key]
+        for key in list(_entries):
+            if parameters.intersection(key):
+                _entries.pop(key, None)

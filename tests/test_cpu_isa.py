@@ -45,6 +45,35 @@ def test_an_unknown_instruction_set_is_an_error():
     assert "BERTFAST_CPU_ISA: expected baseline, avx2 or avx512, got sse" in done.stderr
 
 
+CODE = """
+import torch
+from bertfast import ops
+
+torch.manual_seed(0)
+for width in (4, 33, 64, 200):
+    q, k, v = (torch.randn(1, 2, size, width).requires_grad_() for size in (100, 1, 1))
+    out = ops.attention(q, k, v, backend="cpu")
+    dq, dk = torch.autograd.grad(out, (q, k), torch.randn_like(out))
+    assert not dq.any() and not dk.any(), (width, dq.abs().max(), dk.abs().max())
+q, k, v = torch.randn(3, 1, 2, 5, 8).unbind()
+for bits in (-1, 0x7FC00001, 0x7FC00100, 0x7F800001):
+    nan = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    for name in range(3):
+        inputs = [t.clone() for t in (q, k, torch.zeros(5, 5))]
+        inputs[name][..., 3, 2] = nan
+        out = ops.attention(inputs[0], inputs[1], v, inputs[2], backend="cpu")
+        wrong = out[..., 3, :] if name != 1 else out
+        assert wrong.isnan().all(), (hex(bits), name)
+"""
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+def test_one_visible_key_has_no_gradient_and_nan_stays_nan(isa):
+    environment = {**os.environ, "BERTFAST_CPU_ISA": isa}
+    done = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-1000:]
+
+
 @pytest.fixture
 def threads():
     before = torch.get_num_threads()

@@ -5,7 +5,10 @@ That whatever changes a weight is seen stands in test_weight_cache.py, for both 
 
 import copy
 import gc
+import math
+import os
 import pickle
+import signal
 import threading
 
 import pytest
@@ -16,6 +19,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import bertfast
 from bertfast import ops, prepacked, use_backend
+from bertfast.nn.linear import linear
+from bertfast.swap import plain_ops
 from helpers.op_cases import FeedForward, LinearGelu, QkvProjection, random
 from helpers.poison import LAYOUTS, poisoned_memory  # noqa: F401
 from helpers.tolerance import assert_parity
@@ -133,6 +138,12 @@ def other_than(x, dense, change):
         x = x.double()
     elif change == "strides":
         weight = nn.Parameter(weight.t().contiguous().t(), requires_grad=False)
+    elif change == "a bias with a stride":
+        bias = nn.Parameter(torch.randn(10)[::2], requires_grad=False)
+    elif change == "an expanded bias":
+        bias = torch.zeros(1).expand(5)
+    elif change == "a bias for all":
+        bias = torch.zeros(1)
     elif change == "no rows":
         x = x[:0]
     elif change == "a subclass":
@@ -141,6 +152,7 @@ def other_than(x, dense, change):
 
 
 KINDS = ("gradient", "no Parameter", "half", "mixed", "strides", "no rows", "a subclass")
+KINDS += ("a bias with a stride", "an expanded bias", "a bias for all")
 
 
 @pytest.mark.parametrize("change", KINDS)
@@ -155,9 +167,46 @@ def test_switched_off_with_onednn_and_under_transforms():
         assert prepacked.linear(x, (dense.weight,), (dense.bias,)) is None
     out = torch.func.vmap(lambda row: ops.linear_gelu(row, dense.weight, dense.bias))(x)
     torch.testing.assert_close(out, F.gelu(dense(x)))
-    with torch.autocast("cpu", torch.bfloat16):
-        ops.linear_gelu(x, dense.weight, dense.bias)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        assert ops.linear_gelu(x, dense.weight, dense.bias).dtype == torch.bfloat16
+        assert linear(x, dense).dtype == torch.bfloat16
+        out = plain_ops.feed_forward(x, dense.weight, dense.bias, dense.weight.t(), None, "gelu")
+        assert out.dtype == torch.bfloat16
     assert prepacked._entries == {}
+
+
+def test_a_default_device_does_not_hide_the_operators():
+    prepacked._works.cache_clear()
+    x, dense = torch.randn(3, 8), linear_of(8, 5)
+    with torch.device("meta"):
+        out = prepacked.linear(x, (dense.weight,), (dense.bias,))
+    torch.testing.assert_close(out, dense(x))
+
+
+def test_weights_that_are_nan_are_copied_once():
+    x, dense = torch.randn(3, 8), linear_of(8, 5)
+    dense.weight.fill_(math.nan)
+    prepacked.linear(x, (dense.weight,), (dense.bias,))
+    (entry,) = prepacked._entries.values()
+    assert entry.is_fresh((dense.weight,))
+
+
+@pytest.mark.parametrize("change", [lambda w: w[:, 64:128].zero_(), lambda w: w[64:128].zero_()])
+def test_an_edit_of_a_heads_rows_or_columns_is_seen(change):
+    x, dense = torch.randn(3, 768), linear_of(768, 768)
+    prepacked.linear(x, (dense.weight,), (dense.bias,))
+    change(dense.weight.data)
+    torch.testing.assert_close(prepacked.linear(x, (dense.weight,), (dense.bias,)), dense(x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_forked_child_gets_a_lock_of_its_own():
+    x, dense = torch.randn(3, 8), linear_of(8, 5)
+    with prepacked._lock:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            os._exit(0 if prepacked.linear(x, (dense.weight,), (dense.bias,)) is not None else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.parametrize("of", ["compile", "export", "jit", "make_fx"])

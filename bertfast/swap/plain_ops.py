@@ -1,4 +1,5 @@
-"""What the ops' `torch` backend computes, called without their dispatch: for fp32 and fp64 on the CPU.
+"""What the ops' `torch` backend computes, called without their dispatch: for fp32 and fp64 on the CPU. The feed-forward
+multiplies by reordered weights in inference (`prepacked`), as the ops do.
 
 The GEMMs take nearly all of the time there, so that no kernel gains much, and calling an op costs 10 to 25 us more than
 calling PyTorch. Layers of torch.nn take them always, those of transformers for small batches. On one core, a layer of
@@ -17,6 +18,7 @@ from bertfast.activations import FORMULAS, GELU_FORMS, Activation, get_activatio
 from bertfast.backends import is_pinned
 from bertfast.ops import varlen_attention
 from bertfast.ops.attention import sdpa
+from bertfast.ops.linear_gelu import linear_on
 
 __all__ = ["add_layer_norm", "attention", "feed_forward", "is_preferred", "varlen_attention"]
 
@@ -69,5 +71,4 @@ def feed_forward(
     if hidden is None:
         hidden = get_activation(activation)(F.linear(x, w_in, b_in))
     hidden = F.dropout(hidden, dropout_p) if dropout_p else hidden
-    out = prepacked.linear(hidden, (w_out,), (b_out,))
-    return F.linear(hidden, w_out, b_out) if out is None else out
+    return linear_on("cpu", hidden, w_out, b_out)

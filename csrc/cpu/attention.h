@@ -2,8 +2,8 @@
 // of all of its keys (backward: all queries); units share nothing, so that they run in any order on any thread, and the
 // result is the same for any number of threads.
 //
-// The kernels are compiled once per instruction set (attention_avx512.cpp ...), from attention_fwd.h and
-// attention_bwd.h. These files share what stands here, and it calls nothing.
+// The kernels are compiled once per instruction set (attention_avx512.cpp ...), from attention_fwd.h,
+// attention_bwd.h and attention_mask_bwd.h. These files share what stands here, and it calls nothing.
 #pragma once
 
 #include <torch/headeronly/core/ScalarType.h>
@@ -87,10 +87,6 @@ struct AttentionUnit {
 struct AttentionMaskUnit {
   int64_t batch, head, first, count;  // count of the mask's own queries
 };
-
-using AttentionFwdKernel = void (*)(const AttentionFwd&, const AttentionUnit&, float* workspace);
-using AttentionBwdKernel = void (*)(const AttentionBwd&, const AttentionUnit&, float* workspace);
-using AttentionMaskBwdKernel = void (*)(const AttentionMaskBwd&, const AttentionMaskUnit&, float* workspace);
 
 inline int64_t padded(int64_t size) {
   return (size + kPadding - 1) / kPadding * kPadding;

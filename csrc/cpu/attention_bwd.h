@@ -21,7 +21,14 @@ BERTFAST_INLINE void row_products(const float* a, const float* b, int64_t width,
     float sum[kAtOnce] = {};
     for (int64_t k = 0; k < head_dim; ++k) {
 #pragma GCC unroll 8
-      for (int i = 0; i < kAtOnce; ++i) sum[i] += a[(first + i) * width + k] * b[(first + i) * width + k];
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int64_t at = (first + i) * width + k;
+#if BERTFAST_LANES > 4 || defined(__ARM_FEATURE_FMA)
+        sum[i] = __builtin_fmaf(a[at], b[at], sum[i]);  // the compiler does not fuse these by itself
+#else
+        sum[i] += a[at] * b[at];
+#endif
+      }
     }
     for (int i = 0; i < kAtOnce; ++i) sums[first + i] = sum[i];
   }

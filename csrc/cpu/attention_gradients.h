@@ -34,9 +34,10 @@ inline float* score_gradients(const AttentionArgs& in, const AttentionUnit& unit
   const float log2_scale = log2_scale_of(in);
   for (int64_t i = 0; i < kQueryRows; ++i) {
     float *p = buffers.scores + i * kKeys, *ds = buffers.dscores + i * kKeys, *pd = kept + i * kKeys;
-    if (i < rows) {
-      const float maximum = saved.maxima[first + i], sum = saved.sums[first + i];
-      const float inverse = sum == 0 ? 0.0f : 1.0f / sum;
+    // A row without keys passes 0 gradients even where a value is not finite.
+    const float sum = i < rows ? saved.sums[first + i] : 0.0f;
+    if (sum != 0) {
+      const float maximum = saved.maxima[first + i], inverse = 1.0f / sum;
       for (int64_t j = 0; is_negated(in) && j < columns; ++j) p[j] = -p[j];
       mask_row(in, unit, first + i, first_key, columns, p);
       for (int64_t j = 0; j < columns; j += kLanes) {
@@ -50,7 +51,7 @@ inline float* score_gradients(const AttentionArgs& in, const AttentionUnit& unit
         store(ds + j, (load(pd + j) * load(ds + j) - load(p + j) * saved.delta[i]) * factor);
       }
     }
-    for (int64_t j = i < rows ? columns : 0; j < filled; ++j) pd[j] = ds[j] = 0;
+    for (int64_t j = sum != 0 ? columns : 0; j < filled; ++j) pd[j] = ds[j] = 0;
   }
   return kept;
 }

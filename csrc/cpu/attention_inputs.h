@@ -13,29 +13,16 @@
 
 namespace bertfast {
 
-inline AttentionFwdKernel attention_fwd_kernel() {
+// The kernel of that name for the best instruction set.
 #if defined(__x86_64__)
-  if (best_isa() == Isa::avx512) return avx512::attention_fwd;
-  if (best_isa() == Isa::avx2) return avx2::attention_fwd;
-#endif
-  return baseline::attention_fwd;
+template <class Kernel>
+Kernel best_kernel(Kernel of_baseline, Kernel of_avx2, Kernel of_avx512) {
+  return best_isa() == Isa::avx512 ? of_avx512 : best_isa() == Isa::avx2 ? of_avx2 : of_baseline;
 }
-
-inline AttentionBwdKernel attention_bwd_kernel() {
-#if defined(__x86_64__)
-  if (best_isa() == Isa::avx512) return avx512::attention_bwd;
-  if (best_isa() == Isa::avx2) return avx2::attention_bwd;
+#define BERTFAST_BEST_KERNEL(name) best_kernel(&baseline::name, &avx2::name, &avx512::name)
+#else
+#define BERTFAST_BEST_KERNEL(name) (&baseline::name)
 #endif
-  return baseline::attention_bwd;
-}
-
-inline AttentionMaskBwdKernel attention_mask_bwd_kernel() {
-#if defined(__x86_64__)
-  if (best_isa() == Isa::avx512) return avx512::attention_mask_bwd;
-  if (best_isa() == Isa::avx2) return avx2::attention_mask_bwd;
-#endif
-  return baseline::attention_mask_bwd;
-}
 
 // (B, H, S, D), or packed (T, H, D).
 inline int64_t position_dim(const Tensor& heads) {
@@ -105,7 +92,7 @@ inline void run_attention_fwd(const AttentionArgs& in, const std::vector<Sequenc
   float* maxima = stats.mutable_data_ptr<float>();
   const AttentionFwd args{in, heads_of(out), maxima, maxima + stats.numel() / 2};
   const auto units = units_of(sequences, in.heads, is_packed, out.size(position_dim(out)), is_packed, kUnitQueries);
-  run_units(attention_fwd_kernel(), args, units, work_of(units, in.head_dim),
+  run_units(BERTFAST_BEST_KERNEL(attention_fwd), args, units, work_of(units, in.head_dim),
             fwd_workspace(in.head_dim, longest_keys(sequences)));
 }
 
@@ -113,7 +100,7 @@ inline void run_attention_bwd(const AttentionBwd& args, const std::vector<Sequen
                               int64_t rows_q) {
   // Gradients of keys and values are sums over all queries.
   const auto units = units_of(sequences, args.in.heads, is_packed, rows_q, is_packed, INT64_MAX / 2);
-  run_units(attention_bwd_kernel(), args, units, 3 * work_of(units, args.in.head_dim),
+  run_units(BERTFAST_BEST_KERNEL(attention_bwd), args, units, 3 * work_of(units, args.in.head_dim),
             bwd_workspace(args.in.head_dim, longest_keys(sequences)));
 }
 

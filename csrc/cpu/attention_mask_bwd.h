@@ -57,7 +57,11 @@ void attention_mask_bwd(const AttentionMaskBwd& args, const AttentionMaskUnit& p
           const int64_t columns = padded(keys - first_key < kKeys ? keys - first_key : kKeys);
           score_gradients(in, unit, saved, first, rows, first_key, columns, columns, 1.0f, queries, dout, key_panels,
                           value_panels, buffers);
-          for (int64_t i = 0; i < rows; ++i) {
+          // A block's rows first: the shorter the sums, the less is rounded off.
+          for (int64_t i = 1; sums_queries && i < rows; ++i) {
+            for (int64_t j = 0; j < columns; ++j) dscores[j] += dscores[i * kKeys + j];
+          }
+          for (int64_t i = 0; i < (sums_queries ? 1 : rows); ++i) {
             float* sum = sums + (sums_queries ? 0 : first + i - begin) * row + first_key;
             for (int64_t j = 0; j < columns; ++j) sum[j] += dscores[i * kKeys + j];
           }

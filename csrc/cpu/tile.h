@@ -89,7 +89,9 @@ BERTFAST_INLINE Floats exp2_negative(Floats z) {
   p = p * f + 0.24022646f;
   p = p * f + 0.6931472f;
   p = p * f + 1.0f;
-  return (Floats)((Ints)p + ((Ints)shifted << 23));
+  const Floats power = (Floats)((Ints)p + ((Ints)shifted << 23));
+  // The bits of a NaN would be taken for an exponent.
+  return z == z ? power : z;
 }
 
 BERTFAST_INLINE float sum_of(Floats values) {
