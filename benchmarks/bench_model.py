@@ -78,7 +78,7 @@ class Model:
         """Who takes part in a cell; with `compiled` also what torch.compile makes of stock's SDPA model, without CUDA
         graphs of its own where it is to be recorded in one and `replayed`."""
         names = ["bertfast", *_other_backends(cell.device), "swapped", "eager", "sdpa"]
-        names += ["flash_attention_2"] if _has_flash_attention(cell) else []
+        names += ["flash_attention_2"] if peers.serves("flash-attn", cell) else []
         names += COMPILE_MODES if compiled else []
         contestants = {name: partial(self._entrant, cell, name, replayed) for name in names}
         return contestants | {name: partial(self._peer, cell, name, replayed) for name in peers.taking_part(cell)}
@@ -166,7 +166,7 @@ class _Models:
         self.stock = cls(cls.config_class(**fields), **self._options).to(device, dtype).eval()
         self._config = config
         self._built: dict[str, nn.Module] = {}
-        self._converted: dict[str, peers.Converted] = {}
+        self._converted: dict[str, peers.Converted | Exception] = {}
 
     def __getitem__(self, name: str) -> nn.Module:
         # Backends share one model of ours.
@@ -178,8 +178,14 @@ class _Models:
     def converted(self, name: str) -> peers.Converted:
         """What a peer makes of the stock model."""
         if name not in self._converted:
-            self._converted[name] = peers.adapter(name).convert(self.stock)
-        return self._converted[name]
+            try:
+                self._converted[name] = peers.adapter(name).convert(self.stock)
+            except Exception as error:  # once per model, which takes long enough
+                self._converted[name] = error
+        found = self._converted[name]
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def _build(self, name: str) -> nn.Module:
         if name == "bertfast":
@@ -206,16 +212,6 @@ _models = functools.lru_cache(maxsize=1)(_Models)
 def _other_backends(device: str) -> list[str]:
     """Names of ours on what `auto` would not take first."""
     return [f"bertfast {name}" for name in backends.AUTO_ORDER.get(device, ())[1:]]
-
-
-def _has_flash_attention(cell: Cell) -> bool:
-    if cell.device != "cuda" or cell.dtype == "float32":
-        return False
-    try:
-        from transformers.utils import is_flash_attn_2_available
-    except ImportError:
-        return False
-    return bool(is_flash_attn_2_available())
 
 
 def _parameter_dtype(cell: Cell) -> torch.dtype:

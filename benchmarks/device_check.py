@@ -84,10 +84,10 @@ STAGES = [
         40,
         gpu_only="streams, synchronisation and CUDA graphs exist on a GPU only",
     ),
-    Stage("limits", "bertfast.benchmarks.device_limits:limits", 60),
     Stage("training timings", "bertfast.benchmarks.device_timings:training", 75),
     Stage("profiles", "bertfast.benchmarks.device_profile:profiles", 40),
     Stage("compiled stock", "bertfast.benchmarks.device_compiled:timings", 150),
+    Stage("limits", "bertfast.benchmarks.device_limits:limits", 60),
     Stage(
         "compute-sanitizer",
         f"{_STAGES}:compute_sanitizer",

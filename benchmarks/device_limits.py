@@ -137,31 +137,31 @@ def _numbers(*shape: int, device: str, scale: float = 1.0) -> Tensor:
     return torch.empty(shape, dtype=DTYPE, device=device).normal_(std=scale)
 
 
-def _large_grids(grid: int, device: str) -> Iterator[Callable[[], Case]]:
+def _large_grids(grid: int, device: str) -> Iterator[partial[Case]]:
     """Small tensors of more sequences, heads and tiles of 128 rows than `grid`."""
     rows, note = 128 * (grid + 9), f", {grid + 9} tiles"
-    yield lambda: _attention(grid // 12 + 9, 12, 4, 64, device, f", {12 * (grid // 12 + 9)} heads")
-    yield lambda: _varlen_attention(grid + 9, 3, 1, 64, device, f", {grid + 9} sequences")
-    yield lambda: _add_layer_norm(rows, 16, device, note)
-    yield lambda: _embed_layer_norm(grid + 9, 128, 16, device, note)
-    yield lambda: _linear_gelu(rows, 16, 8, device, note)
-    yield lambda: _feed_forward(rows, 16, 8, device, note)
-    yield lambda: _qkv_projection(rows, 16, device, note)
+    yield partial(_attention, grid // 12 + 9, 12, 4, 64, device, f", {12 * (grid // 12 + 9)} heads")
+    yield partial(_varlen_attention, grid + 9, 3, 1, 64, device, f", {grid + 9} sequences")
+    yield partial(_add_layer_norm, rows, 16, device, note)
+    yield partial(_embed_layer_norm, grid + 9, 128, 16, device, note)
+    yield partial(_linear_gelu, rows, 16, 8, device, note)
+    yield partial(_feed_forward, rows, 16, 8, device, note)
+    yield partial(_qkv_projection, rows, 16, device, note)
 
 
-def _far_offsets(far: int, d: int, device: str) -> Iterator[Callable[[], Case]]:
+def _far_offsets(far: int, d: int, device: str) -> Iterator[partial[Case]]:
     """BERT-base's sizes, or small ones, in tensors of more than `far` elements."""
     width, length, note = 12 * d, 8 * d, f", more than {far} elements"
     rows = -(-far // width) + 130
     inner_rows, packed_rows = (-(-far // n) + 130 for n in (4 * width, 3 * width))
-    yield lambda: _add_layer_norm(rows, width, device, note)
-    yield lambda: _attention(-(-far // (length * width)) + 1, 12, length, d, device, note)
-    yield lambda: _varlen_attention(-(-far // (length * width)) + 1, length, 12, d, device, note)
-    yield lambda: _linear_gelu(inner_rows, width, 4 * width, device, note)
-    yield lambda: _feed_forward(inner_rows, width, 4 * width, device, note)
-    yield lambda: _qkv_projection(packed_rows, width, device, note)
-    yield lambda: _embed_layer_norm(-(-rows // length), length, width, device, note)
-    yield lambda: _table(rows, width, device, note)
+    yield partial(_add_layer_norm, rows, width, device, note)
+    yield partial(_attention, -(-far // (length * width)) + 1, 12, length, d, device, note)
+    yield partial(_varlen_attention, -(-far // (length * width)) + 1, length, 12, d, device, note)
+    yield partial(_linear_gelu, inner_rows, width, 4 * width, device, note)
+    yield partial(_feed_forward, inner_rows, width, 4 * width, device, note)
+    yield partial(_qkv_projection, packed_rows, width, device, note)
+    yield partial(_embed_layer_norm, -(-rows // length), length, width, device, note)
+    yield partial(_table, rows, width, device, note)
 
 
 def _rows_of(inputs: Mapping[str, Tensor], count: int, *names: str) -> dict[str, Tensor]:
@@ -259,14 +259,15 @@ def _qkv_projection(m: int, n: int, device: str, note: str) -> Case:
     return Case(f"qkv_projection{note}", "qkv_projection", call, inputs, _rows_of(inputs, 130, "x"), 130, ("x",))
 
 
-def _compare(report: Report, make: Callable[[], Case]) -> None:
+def _compare(report: Report, make: partial[Case]) -> None:
+    title = make.func.__name__.strip("_") + make.args[-1]
     if report.device == "cuda" and torch.cuda.mem_get_info()[0] < MEMORY:
-        report.not_run("large tensors", f"less than {MEMORY / 2**30:.0f} GiB of the card's memory are free")
+        report.not_run(title, f"less than {MEMORY / 2**30:.0f} GiB of the card's memory are free")
         return
     if report.seconds_left() < CASE_SECONDS:
-        report.not_run("large tensors", "out of time")
+        report.not_run(title, "out of time")
         return
-    with report.guard("large tensors"):
+    with report.guard(title):
         case = make()
         stock = _results(case, case.end, "torch")
         doubled = {name: t.double() if t.is_floating_point() else t for name, t in case.end.items()}

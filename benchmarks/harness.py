@@ -121,12 +121,12 @@ def run(contest: Contest, ceilings: Ceilings, timer: Timer) -> list[Row | Skippe
 def _run(contest: Contest, ceilings: Ceilings, timer: Timer) -> list[Row | Skipped]:
     tolerances = _Tolerances(contest)
     admitted: dict[str, _Admitted] = {}
-    reasons: dict[str, str] = {}
+    reasons: dict[str, Exception] = {}
     for name, build in contest.contestants.items():
         try:
             admitted[name] = _admit(contest, name, build(), tolerances, timer)
         except Exception as error:
-            reasons[name] = reason_of(error)
+            reasons[name] = error
             _release(contest.cell)
     del tolerances
     timings: dict[str, measure.Timing] = {}
@@ -134,14 +134,14 @@ def _run(contest: Contest, ceilings: Ceilings, timer: Timer) -> list[Row | Skipp
         try:
             timings = timer.rounds_of({name: found.call for name, found in admitted.items()})
         except _Died as died:
-            reasons[died.name] = reason_of(died.cause)
+            reasons[died.name] = died.cause
             del admitted[died.name]
             _release(contest.cell)
     over = next((name for name in (*contest.over, *timings) if name in timings), None)
     return [
         _row(contest, ceilings, name, admitted[name], timings, over)
         if name in timings
-        else Skipped(**asdict(contest.cell), contestant=name, reason=reasons[name])
+        else skip(contest.cell, name, reasons[name], excused=isinstance(reasons[name], graphs.CannotCapture))
         for name in contest.contestants
     ]
 
@@ -280,6 +280,11 @@ def _row(contest, ceilings: Ceilings, name: str, found: _Admitted, timings, over
         floor_seconds=floor,
         of_floor=floor / quantiles.median,
     )
+
+
+def skip(cell: Cell, contestant: str, error: BaseException, *, excused: bool) -> Skipped:
+    """The line of a contestant that raised."""
+    return Skipped(**asdict(cell), contestant=contestant, reason=reason_of(error), excused=excused)
 
 
 def reason_of(error: BaseException) -> str:

@@ -119,9 +119,15 @@ class Row(_Entry):
 
 @dataclass(frozen=True)
 class Skipped(_Entry):
-    """What has no number, and why, in one line."""
+    """What has no number, and why, in one line.
+
+    Attributes:
+        reason: in a sentence.
+        excused: nothing is wrong with it: it cannot be measured like this.
+    """
 
     reason: str
+    excused: bool = False
 
 
 _KINDS: dict[str, type] = {"run": Run, "row": Row, "skipped": Skipped}

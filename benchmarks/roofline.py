@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from bertfast import prepacked
 from bertfast.benchmarks import measure
 
 ID_BYTES = 8
@@ -185,7 +186,8 @@ class Ceilings:
 def measure_ceilings(
     device: torch.device, dtypes: Sequence[str], *, copy_bytes: int | None = None, shapes: Sequence[Shape] | None = None
 ) -> Ceilings:
-    """The fastest round of PyTorch's copy, and of its GEMM in the fastest of some shapes.
+    """The fastest round of PyTorch's copy, and of its GEMM in the fastest of some shapes, on the CPU also by a weight
+    that is reordered for oneDNN.
 
     Args:
         device: to measure.
@@ -202,6 +204,9 @@ def measure_ceilings(
     for dtype, (m, n, k) in itertools.product(dtypes, shapes or GEMMS.get(device.type, GEMMS["cpu"])):
         a, b = (torch.randn(rows, k, device=device).to(getattr(torch, dtype)) for rows in (m, n))
         seconds = _fastest(partial(torch.nn.functional.linear, a, b), **options)
+        weight = torch.nn.Parameter(b, requires_grad=False)
+        if prepacked.linear(a, (weight,), (None,)) is not None:
+            seconds = min(seconds, _fastest(partial(prepacked.linear, a, (weight,), (None,)), **options))
         flops[dtype] = max(flops[dtype], 2 * m * n * k / seconds)
     return Ceilings(bandwidth, flops)
 

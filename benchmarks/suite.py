@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from bertfast.benchmarks import harness, measure, peers, roofline
-from bertfast.benchmarks.records import Cell, Row, Run, Skipped, key
+from bertfast.benchmarks import harness, measure, peers, roofline, wording
+from bertfast.benchmarks.records import Cell, Results, Row, Run, Skipped, key
 from bertfast.benchmarks.timer import Timer, way_of
 
 MODULES = {
@@ -128,7 +128,13 @@ def subject_of(name: str):
 
 
 def use(device: torch.device) -> str:
-    """The type of a device, which is the current one of that type from now on."""
+    """The type of a device, which is the current one of that type from now on.
+
+    Raises:
+        ValueError: it is neither the CPU nor an NVIDIA GPU.
+    """
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"expected a device of type cpu or cuda, got {device}")
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     return device.type
@@ -174,7 +180,7 @@ def measured(
             return []
         return list(harness.run(subject.contest(cell, **options), ceilings, timer))
     except Exception as error:
-        return [Skipped(**asdict(cell), contestant=ALL, reason=harness.reason_of(error))]
+        return [harness.skip(cell, ALL, error, excused=isinstance(error, harness.Refused))]
 
 
 def machine(plan: Plan) -> dict[str, Any]:
@@ -219,8 +225,16 @@ def _commit() -> str | None:
 
 
 def failures(entries: Sequence[Row | Skipped]) -> list[Skipped]:
-    """What of ours should have had a number: it was wrong, or raised."""
-    return [entry for entry in entries if isinstance(entry, Skipped) and entry.contestant.startswith("bertfast")]
+    """What of ours should have had a number, or of a whole cell: it was wrong, or raised."""
+    skipped = (entry for entry in entries if isinstance(entry, Skipped) and not entry.excused)
+    return [entry for entry in skipped if entry.contestant == ALL or wording.ours(entry.contestant)]
+
+
+def done_in(results: Results) -> set[str]:
+    """Keys of what need not be measured again. A library that was not there when its line was written, and is now, has
+    the cells that it takes part in begin anew."""
+    arrived = (e for e in results.skipped if e.contestant in peers.NAMES and e.contestant in peers.taking_part(e.cell))
+    return results.keys - {entry.key for entry in arrived}
 
 
 def script(*subjects: str) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from bertfast import BertConfig, DistilBertConfig, RobertaConfig, ops
-from bertfast.benchmarks import bench_embed_layer_norm, bench_model, cases, peers, suite
+from bertfast.benchmarks import bench_embed_layer_norm, bench_model, cases, harness, peers, suite
 from bertfast.benchmarks.harness import Timer
 from bertfast.benchmarks.records import Cell, Row, Skipped
 from bertfast.benchmarks.roofline import Ceilings
@@ -182,3 +182,23 @@ def test_plans():
     everything = suite.Plan.of("cuda", False).cells()
     assert {c.subject for c in everything} == set(suite.SUBJECTS) and len(set(everything)) == len(everything)
     assert {c.dtype for c in everything} == {"bfloat16", "float16"}
+
+
+def test_failures_are_ours_and_whole_cells_but_what_is_excused():
+    cell = cell_of("attention", "forward")
+    lines = [harness.skip(cell, name, ValueError("bad"), excused=False) for name in ("bertfast cpu", "swapped", "all")]
+    others = [
+        harness.skip(cell, name, ValueError("bad"), excused=name != "eager") for name in ("eager", "all", "bertfast")
+    ]
+    assert suite.failures([*lines, *others]) == lines
+
+
+def test_a_device_that_is_neither_is_refused():
+    assert suite.use(torch.device("cpu")) == "cpu"
+    with pytest.raises(ValueError, match="expected a device of type cpu or cuda, got meta"):
+        suite.use(torch.device("meta"))
+
+
+def test_rows_too_long_for_a_model_are_no_failure():
+    found = measured(cell_of("bert-base", "inference", length=4096))
+    assert "longer than the model" in found["all"].reason and suite.failures(list(found.values())) == []

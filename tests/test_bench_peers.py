@@ -16,7 +16,7 @@ from bertfast import BertConfig, DistilBertConfig, RobertaConfig
 from bertfast.benchmarks import bench_model, cases, peers, suite
 from bertfast.benchmarks.harness import Refused
 from bertfast.benchmarks.peers import ctranslate2, onnxruntime, openvino
-from bertfast.benchmarks.records import Cell, Row, Skipped
+from bertfast.benchmarks.records import Cell, Results, Row, Skipped
 from bertfast.benchmarks.roofline import Ceilings
 from bertfast.benchmarks.timer import Timer
 from helpers import fake_peers
@@ -90,6 +90,23 @@ def measured(cell: Cell) -> dict[str, Row | Skipped]:
 
 def cell_of(subject="bert-base", pass_="inference", batch=3, length=9, fill="half", dtype="float32", device="cpu"):
     return Cell(subject, pass_, batch, length, fill, dtype, device)
+
+
+def test_a_conversion_that_fails_is_tried_once(fakes, monkeypatch):
+    calls = []
+    monkeypatch.setattr(openvino, "convert", lambda stock: calls.append(1) or 1 / 0)
+    for fill in ("dense", "half"):
+        assert measured(cell_of(fill=fill))["openvino"].reason.startswith("ZeroDivisionError")
+    assert len(calls) == 1
+
+
+def test_a_library_that_has_arrived_is_measured_when_a_run_is_resumed(installed):
+    cells = [cell_of(fill=fill) for fill in ("dense", "half")]
+    lines = peers.skipped(cells)
+    results = Results(skipped=lines)
+    assert {line.contestant for line in lines} > set(LIBRARIES) and suite.done_in(results) == results.keys
+    installed("openvino")
+    assert results.keys - suite.done_in(results) == {line.key for line in lines if line.contestant == "openvino"}
 
 
 def test_replays_have_no_peer_of_models(fakes):

@@ -69,7 +69,7 @@ def test_lines_are_as_documented(path):
     names = {"kind", "schema", "started", "command", "machine", "ceilings", "timing"}
     assert set(run) == names and (run["schema"], run["timing"]) == (1, "clock")
     identity = {"kind", "key", "subject", "pass", "batch", "length", "fill", "dtype", "device", "contestant"}
-    assert set(skipped) == identity | {"reason"}
+    assert set(skipped) == identity | {"reason", "excused"}
     numbers = "seconds median p10 p90 speedup first_call_seconds peak_bytes error flops bytes flops_per_second"
     assert set(measured) == identity | {*numbers.split(), "bytes_per_second", "floor_seconds", "of_floor"}
     assert (measured["kind"], measured["pass"], skipped["kind"]) == ("row", "both", "skipped")

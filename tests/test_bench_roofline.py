@@ -155,8 +155,17 @@ def test_ceilings_are_measured_by_dtype():
 
 def test_the_fastest_round_of_the_fastest_shape_is_the_ceiling(monkeypatch):
     """A copy reads and writes, a product multiplies and adds."""
+    monkeypatch.setattr(roofline.prepacked, "linear", lambda *arguments: None)
     rounds = iter([(0.5, 0.25, 1.0), (0.5, 0.75, 0.5), (2.0, 4.0, 1.0)])
     monkeypatch.setattr(roofline.measure, "interleave", lambda calls, **_: {"": roofline.measure.Timing(next(rounds))})
     shapes = [(10, 20, 30), (10, 20, 70)]
     found = roofline.measure_ceilings(torch.device("cpu"), ["float32"], copy_bytes=4000, shapes=shapes)
     assert found == Ceilings(2 * 4000 / 0.25, {"float32": 2 * 10 * 20 * 70 / 1.0})
+
+
+def test_the_product_of_a_reordered_weight_counts(monkeypatch):
+    monkeypatch.setattr(roofline.prepacked, "linear", lambda *arguments: torch.empty(1))
+    rounds = iter([(1.0,), (4.0,), (2.0,)])
+    monkeypatch.setattr(roofline.measure, "interleave", lambda calls, **_: {"": roofline.measure.Timing(next(rounds))})
+    found = roofline.measure_ceilings(torch.device("cpu"), ["float32"], copy_bytes=4000, shapes=[(10, 20, 30)])
+    assert found.flops_per_second == {"float32": 2 * 10 * 20 * 30 / 2.0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -63,11 +64,11 @@ def test_an_end_that_is_wrong_fails(report, monkeypatch):
         return out * (torch.arange(x.shape[0])[:, None] < x.shape[0] - 1) if len(x) > 100 else out
 
     replaced(monkeypatch, "add_layer_norm", "cpu", change)
-    device_limits._compare(report, lambda: device_limits._add_layer_norm(200, 16, "cpu", ""))
+    device_limits._compare(report, partial(device_limits._add_layer_norm, 200, 16, "cpu", ""))
     assert report.found()["add_layer_norm, cpu"]["reason"] == (
         "out 0, dx at the end differ from those of the end alone"
     )
-    device_limits._compare(report, lambda: device_limits._add_layer_norm(50, 16, "cpu", " of few rows"))
+    device_limits._compare(report, partial(device_limits._add_layer_norm, 50, 16, "cpu", " of few rows"))
     assert report.found()["add_layer_norm of few rows, cpu"]["status"] == "passed"
 
 

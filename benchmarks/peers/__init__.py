@@ -130,6 +130,12 @@ def taking_part(cell: Cell) -> list[str]:
     ]
 
 
+def serves(name: str, cell: Cell) -> bool:
+    """Whether a library is there and has what a cell measures, through whichever adapter."""
+    (peer,) = (peer for peer in PEERS if peer.name == name)
+    return peer.could(cell) and peer.reason(cell) is None
+
+
 def adapter(name: str) -> ModuleType:
     """The adapter of a contestant."""
     (peer,) = (peer for peer in PEERS if peer.name == name)

@@ -133,7 +133,7 @@ def _measure(plan: Plan, path: Path | None) -> list[Row | Skipped]:
         writer = stack.enter_context(records.Writer(path)) if path is not None else None
         try:
             with _progress(len(cells)) as (show, advance):
-                for found in suite.run(plan, command=_command(), done=before.keys, show=show):
+                for found in suite.run(plan, command=_command(), done=suite.done_in(before), show=show):
                     if writer is not None:
                         writer.write(*found)
                     if found and isinstance(found[0], records.Run):
