@@ -140,7 +140,7 @@ def test_onnx_runtime_makes_one_op_of_an_attention(tmp_path):
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
     for model in ("bert-base", "roberta-base", "distilbert-base"):
-        stock = bench_model._Models(bench_model.MODELS[model], "cpu", torch.float32).stock
+        stock = bench_model._Models(bench_model.MODELS[model], "cpu", torch.float32, False).stock
         for dtype, element in ((torch.float32, onnx.TensorProto.FLOAT), (torch.float16, onnx.TensorProto.FLOAT16)):
             graph = onnx.load(onnxruntime._fused(stock, tmp_path, dtype, "cpu")).graph
             kinds = [node.op_type for node in graph.node]
