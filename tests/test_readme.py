@@ -10,7 +10,7 @@ import types
 import pytest
 
 from bertfast import backends
-from bertfast.benchmarks import support
+from bertfast.benchmarks import readme, support
 from bertfast.cli import cli
 from helpers.project import ROOT, run_python
 
@@ -76,6 +76,12 @@ def test_what_is_not_built_is_not_shown():
     assert all(hasattr(bertfast, name) for name in used)
     if not hasattr(bertfast, "accelerate"):
         assert "Swapping" in README.partition("## Not yet")[2]
+
+
+def test_numbers_are_those_of_the_results_that_are_kept():
+    results = ROOT / "benchmarks" / "results" / "cpu_2_cores.jsonl"
+    kept = README.partition(readme.BEGIN)[2].partition(readme.END)[0].strip()
+    assert kept == readme.section(results), f"run: python -m bertfast.benchmarks.readme {results.name} README.md"
 
 
 def test_support_matrix_is_what_the_backends_declare():
