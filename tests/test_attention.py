@@ -134,7 +134,9 @@ def test_float_masks(backend, dtype, name, is_causal):
 def test_a_bias_gets_its_gradient(backend, dtype, name):
     bias = random(*MASKS[name](2, 3, 9, 11).shape, dtype=dtype, seed=6)
     results = assert_parity(case(2, 3, 9, 11, 16, dtype, bias), backend)
-    assert results is None or "dattn_mask" not in results or results["dattn_mask"].any()
+    # What all keys share has none.
+    if results is not None and "dattn_mask" in results and bias.shape[-1] > 1:
+        assert results["dattn_mask"].any()
 
 
 @pytest.mark.parametrize("of", [torch.float32, torch.bfloat16, torch.float64])

@@ -108,7 +108,10 @@ Tensor attention_mask_bwd(Tensor dout, Tensor query, Tensor key, Tensor value, T
   check_statistics("delta", delta, rows_of(sizes_of(query)));
   const auto dropout = attention_dropout(seed, dropout_p);
   Tensor dmask = new_empty(attn_mask, sizes_of(attn_mask), attn_mask.scalar_type());
-  if (dmask.numel() == 0 || query.numel() == 0 || key.numel() == 0) return torch::stable::zero_(dmask);
+  const auto own = mask_sizes(attn_mask);
+  // Softmax does not change when all scores of a query do.
+  const bool is_shared = own[3] < key.size(2);
+  if (is_shared || dmask.numel() == 0 || query.numel() == 0 || key.numel() == 0) return torch::stable::zero_(dmask);
   dout = unit_rows(dout);
   query = unit_rows(query);
   key = unit_rows(key);
@@ -117,7 +120,6 @@ Tensor attention_mask_bwd(Tensor dout, Tensor query, Tensor key, Tensor value, T
   delta = as_contiguous(delta);
   AttentionArgs in = arguments_of(query, key, value, dropout, is_causal, scale);
   in.mask = mask_of(attn_mask, score_sizes(query, key));
-  const auto own = mask_sizes(attn_mask);
   const float* maxima = stats.const_data_ptr<float>();
   const AttentionMaskBwd args{in,
                               heads_of(dout),
@@ -130,8 +132,7 @@ Tensor attention_mask_bwd(Tensor dout, Tensor query, Tensor key, Tensor value, T
                               key.size(2),
                               own[0],
                               own[1],
-                              own[2],
-                              own[3]};
+                              own[2]};
   std::vector<AttentionMaskUnit> units;
   for (int64_t b = 0; b < own[0]; ++b) {
     for (int64_t head = 0; head < own[1]; ++head) {

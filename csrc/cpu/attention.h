@@ -64,14 +64,14 @@ struct AttentionBwd {
   float* delta;  // sum(dout out) of each row, where the gradient of a mask may need it, or null
 };
 
-// dmask is contiguous, and of 1 or all of batch entries, heads, queries and keys.
+// dmask is contiguous, of 1 or all of batch entries, heads and queries, and of all keys: what they share has none.
 struct AttentionMaskBwd {
   AttentionArgs in;
   HeadsArray dout;
   const float *maxima, *sums, *delta;
   char* dmask;
   int64_t batch, queries, keys;  // of the scores
-  int64_t mask_batch, mask_heads, mask_queries, mask_keys;
+  int64_t mask_batch, mask_heads, mask_queries;
 };
 
 struct AttentionUnit {

@@ -69,14 +69,10 @@ void attention_mask_bwd(const AttentionMaskBwd& args, const AttentionMaskUnit& p
       }
     }
   }
-  const int64_t place = ((part.batch * args.mask_heads + part.head) * args.mask_queries + part.first) * args.mask_keys;
-  char* target = args.dmask + size_of(in.mask.dtype) * place;
+  const int64_t place = ((part.batch * args.mask_heads + part.head) * args.mask_queries + part.first) * keys;
+  const int64_t bytes = size_of(in.mask.dtype);
   for (int64_t i = 0; i < part.count; ++i) {
-    float* sum = sums + i * row;
-    if (args.mask_keys < keys) {
-      for (int64_t j = 1; j < keys; ++j) sum[0] += sum[j];
-    }
-    from_row(sum, in.mask.dtype, args.mask_keys, target + size_of(in.mask.dtype) * i * args.mask_keys);
+    from_row(sums + i * row, in.mask.dtype, keys, args.dmask + bytes * (place + i * keys));
   }
 }
 

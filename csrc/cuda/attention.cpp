@@ -123,7 +123,10 @@ Tensor attention_mask_bwd(Tensor dout, Tensor query, Tensor key, Tensor value, T
   check_statistics("delta", delta, score_rows(query));
   const OnDevice on(query);
   Tensor dmask = new_empty(attn_mask, sizes_of(attn_mask), attn_mask.scalar_type());
-  if (dmask.numel() == 0 || query.numel() == 0 || key.numel() == 0) return torch::stable::zero_(dmask);
+  const Sizes4 own = mask_sizes(attn_mask);
+  // Softmax does not change when all scores of a query do.
+  const bool is_shared = own[3] < key.size(2);
+  if (is_shared || dmask.numel() == 0 || query.numel() == 0 || key.numel() == 0) return torch::stable::zero_(dmask);
 
   dout = unit_rows(dout);
   query = unit_rows(query);
@@ -131,7 +134,6 @@ Tensor attention_mask_bwd(Tensor dout, Tensor query, Tensor key, Tensor value, T
   value = unit_rows(value);
   stats = as_contiguous(stats);
   delta = as_contiguous(delta);
-  const Sizes4 own = mask_sizes(attn_mask);
   AttentionMaskBwdArgs args{};
   args.inputs = arguments_of(query, key, value, seed, dropout_p, is_causal, scale);
   args.inputs.mask = mask_of(attn_mask);
@@ -142,7 +144,6 @@ Tensor attention_mask_bwd(Tensor dout, Tensor query, Tensor key, Tensor value, T
   args.mask_batch = static_cast<int>(own[0]);
   args.mask_heads = static_cast<int>(own[1]);
   args.mask_queries = static_cast<int>(own[2]);
-  args.mask_keys = static_cast<int>(own[3]);
   launch_attention_mask_bwd(args, on.stream());
   return dmask;
 }

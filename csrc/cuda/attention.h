@@ -67,7 +67,7 @@ struct AttentionMaskBwdArgs {
   ConstHeads dout;
   const float *stats, *delta;
   Array dmask;                                          // contiguous
-  int mask_batch, mask_heads, mask_queries, mask_keys;  // its sizes, which are the mask's own
+  int mask_batch, mask_heads, mask_queries;  // its sizes, which are the mask's own; it is of all keys
 };
 
 // Kernels of one element type are compiled in a unit of their own, side by side with the others.

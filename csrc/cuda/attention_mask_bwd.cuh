@@ -1,15 +1,15 @@
 // The gradient of attention's float mask: ds (attention_bwd.cuh), added up over what the mask is broadcast to.
 //
-// A block takes a tile of the mask, walks over the batch entries, heads, and blocks of queries or keys that share it,
-// and computes their ds anew: no atomics, and no memory beyond the mask's own. There is one stage, so that products
-// wait for every copy: a mask that learns is rare.
+// A block takes a tile of the mask, walks over the batch entries, heads, and blocks of queries that share it, and
+// computes their ds anew: no atomics, and no memory beyond the mask's own. There is one stage, so that products wait
+// for every copy: a mask that learns is rare. What all keys share has the gradient 0, which needs no kernel: softmax
+// does not change when all scores of a query do.
 //
 // FLOPs: 2 products of 2 S_q S_k D a head. Bytes: of every head q and dout once for each block of keys, k and v once
 // for each block of queries, and its mask; the mask's gradient written.
 #pragma once
 
 #include "attention_bwd.cuh"
-#include "reduce.cuh"
 
 namespace bertfast {
 
@@ -20,7 +20,7 @@ struct AttentionMaskBwd {
   Global<const float> maxima, logs, delta;
   Global<void> dmask;
   int mask_batch, mask_heads;
-  bool sum_queries, sum_keys;  // whether one of the mask's rows, or columns, stands for all
+  bool sum_queries;  // whether the mask's one row stands for all
   int blocks_q, blocks_k;
 
   __host__ AttentionMaskBwd(const AttentionMaskBwdArgs& a, int queries, int keys)
@@ -33,7 +33,6 @@ struct AttentionMaskBwd {
         mask_batch(a.mask_batch),
         mask_heads(a.mask_heads),
         sum_queries(a.mask_queries < a.inputs.length_q),
-        sum_keys(a.mask_keys < a.inputs.length_k),
         blocks_q(divide_up(a.inputs.length_q, queries)),
         blocks_k(divide_up(a.inputs.length_k, keys)) {}
 };
@@ -56,9 +55,10 @@ __global__ void __launch_bounds__(Tiles::kThreads, 1) attention_mask_bwd_kernel(
   constexpr int kN = Tiles::kN, kKeys = Tiles::kKeys, kQueries = Tiles::kQueries, kThreads = Tiles::kThreads;
   const AttentionInputs<T>& in = args.in;
   const int own_q = args.sum_queries ? 1 : args.blocks_q, steps_q = args.sum_queries ? args.blocks_q : 1;
-  const int own_k = args.sum_keys ? 1 : args.blocks_k, steps_k = args.sum_keys ? args.blocks_k : 1;
-  const int i_k = static_cast<int>(blockIdx.x) % own_k, i_q = static_cast<int>(blockIdx.x) / own_k % own_q;
-  const int i_mask = static_cast<int>(blockIdx.x) / own_k / own_q;
+  const int i_k = static_cast<int>(blockIdx.x) % args.blocks_k;
+  const int i_q = static_cast<int>(blockIdx.x) / args.blocks_k % own_q;
+  const int i_mask = static_cast<int>(blockIdx.x) / args.blocks_k / own_q;
+  const int first_key = i_k * kKeys;
   const int sum_batch = in.batch / args.mask_batch, sum_heads = in.heads / args.mask_heads;
   SharedMemory shared;
   const typename Tiles::Queries queries(shared), douts(shared);
@@ -69,11 +69,10 @@ __global__ void __launch_bounds__(Tiles::kThreads, 1) attention_mask_bwd_kernel(
   const auto key = in.dropout.key();
   float sums[1][kN][4] = {};
 
-  const int64_t steps = static_cast<int64_t>(sum_batch) * sum_heads * steps_q * steps_k;
+  const int64_t steps = static_cast<int64_t>(sum_batch) * sum_heads * steps_q;
   for (int64_t i = 0; i < steps; ++i) {
-    const int first_key = (i_k + static_cast<int>(i % steps_k)) * kKeys;
-    const int first_query = (i_q + static_cast<int>(i / steps_k % steps_q)) * kQueries;
-    const int entry = static_cast<int>(i / steps_k / steps_q);
+    const int first_query = (i_q + static_cast<int>(i % steps_q)) * kQueries;
+    const int entry = static_cast<int>(i / steps_q);
     const int head = i_mask % args.mask_heads + entry % sum_heads, batch = i_mask / args.mask_heads + entry / sum_heads;
     const Place place{batch, head, 0, 0, 0, in.length_q, in.length_k, 0};
     const auto copy = [&](const auto& tile, auto count, const HeadsAt<const T>& heads, int length, int first) {
@@ -119,13 +118,13 @@ __global__ void __launch_bounds__(Tiles::kThreads, 1) attention_mask_bwd_kernel(
   with_type(in.mask.dtype, [&](auto type) {
     using M = decltype(type);
     const Global<M> dmask = reinterpret<M>(args.dmask);
-    const int rows = args.sum_queries ? 1 : in.length_q, columns = args.sum_keys ? 1 : in.length_k;
+    const int rows = args.sum_queries ? 1 : in.length_q;
     const auto store = [&](int row, int column, float value) {
-      if (row < rows && column < columns) {
-        dmask[(static_cast<int64_t>(i_mask) * rows + row) * columns + column] = pack<M>({value, 0}).values[0];
+      if (row < rows && column < in.length_k) {
+        dmask[(static_cast<int64_t>(i_mask) * rows + row) * in.length_k + column] = pack<M>({value, 0}).values[0];
       }
     };
-    const int first_query = i_q * kQueries + own_row, first_key = i_k * kKeys;
+    const int first_query = i_q * kQueries + own_row;
     if (args.sum_queries) {
       for_each_column(sums[0], [&](int column, float& upper, float& lower) {
         float sum = upper + lower;
@@ -135,23 +134,11 @@ __global__ void __launch_bounds__(Tiles::kThreads, 1) attention_mask_bwd_kernel(
       });
       sync_threads();
       if (warp() != 0) return;
-      float whole = 0;
       for (int column = lane(); column < kKeys; column += kWarpSize) {
         float sum = 0;
 #pragma unroll
         for (int w = 0; w < Tiles::kTile.warps; ++w) sum += of_warps[w * kKeys + column];
-        whole += sum;
-        if (!args.sum_keys) store(0, first_key + column, sum);
-      }
-      whole = warp_sum(whole);
-      if (args.sum_keys && lane() == 0) store(0, 0, whole);
-    } else if (args.sum_keys) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float sum = 0;
-        for_each_of_row(sums[0], half, [&](float& of_pair) { sum += of_pair; });
-        sum = row_sum(sum);
-        if (lane() % 4 == 0) store(first_query + half * 8 + lane() / 4, 0, sum);
+        store(0, first_key + column, sum);
       }
     } else {
       for_each(sums[0], [&](float& sum, int row, int column) { store(first_query + row, first_key + column, sum); });
@@ -164,8 +151,8 @@ void launch_attention_mask_bwd_of(const AttentionMaskBwdArgs& a, cudaStream_t st
   with_attention_form(AttentionInputs<T>(a.inputs), [&](auto head_dim, auto has_dropout) {
     using Tiles = MaskTiles<T, head_dim.value>;
     const AttentionMaskBwd<T> args(a, Tiles::kQueries, Tiles::kKeys);
-    const int64_t blocks = static_cast<int64_t>(args.sum_queries ? 1 : args.blocks_q) *
-                           (args.sum_keys ? 1 : args.blocks_k) * a.mask_batch * a.mask_heads;
+    const int64_t blocks =
+        static_cast<int64_t>(args.sum_queries ? 1 : args.blocks_q) * args.blocks_k * a.mask_batch * a.mask_heads;
     launch("attention_mask_bwd", attention_mask_bwd_kernel<T, head_dim.value, has_dropout.value>, blocks, 1,
            Tiles::kThreads, Tiles::kSharedBytes, stream, args);
   });
