@@ -66,7 +66,7 @@ struct AttentionMaskBwdArgs {
   AttentionArgs inputs;
   ConstHeads dout;
   const float *stats, *delta;
-  Array dmask;                                          // contiguous
+  Array dmask;                               // contiguous
   int mask_batch, mask_heads, mask_queries;  // its sizes, which are the mask's own; it is of all keys
 };
 
