@@ -17,10 +17,10 @@ from bertfast.benchmarks.records import Cell
 def draw_inputs(draw: Draw, cell: Cell) -> Inputs:
     return {
         "x": draw(cell.batch, cell.length, WIDTH),
-        "w_in": draw(INNER, WIDTH, scale=WIDTH**-0.5),
-        "b_in": draw(INNER, scale=0.1),
-        "w_out": draw(WIDTH, INNER, scale=INNER**-0.5),
-        "b_out": draw(WIDTH, scale=0.1),
+        "w_in": draw.parameter(INNER, WIDTH, scale=WIDTH**-0.5),
+        "b_in": draw.parameter(INNER, scale=0.1),
+        "w_out": draw.parameter(WIDTH, INNER, scale=INNER**-0.5),
+        "b_out": draw.parameter(WIDTH, scale=0.1),
     }
 
 

@@ -6,7 +6,7 @@ python -m bertfast.benchmarks.bench_layer_norm [options of `bertfast bench`]
 from __future__ import annotations
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from bertfast import ops, reference
 from bertfast.benchmarks import roofline, suite
@@ -22,8 +22,8 @@ def draw_inputs(draw: Draw, cell: Cell) -> Inputs:
         "x": draw(*shape),
         "residual": draw(*shape),
         # As a module's: TransformerEngine takes nothing else.
-        "weight": nn.Parameter(draw.like((WIDTH,), scale=0.1, shift=1.0)),
-        "bias": nn.Parameter(draw.like((WIDTH,), scale=0.1)),
+        "weight": draw.parameter(WIDTH, scale=0.1, shift=1.0),
+        "bias": draw.parameter(WIDTH, scale=0.1),
     }
 
 

@@ -16,8 +16,8 @@ from bertfast.benchmarks.records import Cell
 def draw_inputs(draw: Draw, cell: Cell) -> Inputs:
     return {
         "x": draw(cell.batch, cell.length, WIDTH),
-        "weight": draw(INNER, WIDTH, scale=WIDTH**-0.5),
-        "bias": draw(INNER, scale=0.1),
+        "weight": draw.parameter(INNER, WIDTH, scale=WIDTH**-0.5),
+        "bias": draw.parameter(INNER, scale=0.1),
     }
 
 

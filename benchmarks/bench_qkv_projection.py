@@ -15,8 +15,8 @@ from bertfast.benchmarks.records import Cell
 
 
 def draw_inputs(draw: Draw, cell: Cell) -> Inputs:
-    weights = {f"w{name}": draw(WIDTH, WIDTH, scale=WIDTH**-0.5) for name in "qkv"}
-    biases = {f"b{name}": draw(WIDTH, scale=0.1) for name in "qkv"}
+    weights = {f"w{name}": draw.parameter(WIDTH, WIDTH, scale=WIDTH**-0.5) for name in "qkv"}
+    biases = {f"b{name}": draw.parameter(WIDTH, scale=0.1) for name in "qkv"}
     return {"x": draw(cell.batch, cell.length, WIDTH), **weights, **biases}
 
 

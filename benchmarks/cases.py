@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bertfast import backends
 from bertfast.benchmarks import peers
@@ -74,6 +74,10 @@ class Draw:
     def __call__(self, *shape: int, scale: float = 1.0, shift: float = 0.0) -> Tensor:
         """Normal numbers in the cell's dtype, a leaf that gets a gradient."""
         return self.like(shape, scale, shift).requires_grad_()
+
+    def parameter(self, *shape: int, scale: float = 1.0, shift: float = 0.0) -> nn.Parameter:
+        """The same as a module holds it: some backends keep copies of weights, and know by this what is one."""
+        return nn.Parameter(self.like(shape, scale, shift))
 
     def like(self, shape: Sequence[int], scale: float = 1.0, shift: float = 0.0) -> Tensor:
         """Normal numbers without a gradient."""
