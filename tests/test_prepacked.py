@@ -282,3 +282,15 @@ def test_threads_share_a_copy():
     for thread in threads:
         thread.join()
     assert len(found) == 120 and all(torch.equal(out, found[0]) for out in found) and len(prepacked._entries) == 1
+
+
+def test_sums_as_long_as_those_of_bert():
+    """oneDNN adds up all of K in one go: its error is twice that of MKL, which adds up blocks."""
+    inputs = {
+        "x": random(64, 768, dtype=torch.float32, seed=1, grad=False),
+        "w_in": frozen(3072, 768, dtype=torch.float32, seed=2, scale=768**-0.5),
+        "b_in": frozen(3072, dtype=torch.float32, seed=3),
+        "w_out": frozen(768, 3072, dtype=torch.float32, seed=4, scale=3072**-0.5),
+        "b_out": frozen(768, dtype=torch.float32, seed=5),
+    }
+    assert_parity(FrozenFeedForward(inputs, {}), "cpu")
