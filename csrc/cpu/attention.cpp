@@ -3,7 +3,6 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include <array>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -13,44 +12,16 @@
 namespace bertfast {
 namespace {
 
-// (B, H, S, D), (B, S, H, D) in memory: heads next to each other, as the projections around attention have them.
-Tensor empty_by_position(const Tensor& heads) {
-  const Tensor rows =
-      new_empty(heads, {heads.size(0), heads.size(2), heads.size(1), heads.size(3)}, heads.scalar_type());
-  return torch::stable::transpose(rows, 1, 2);
-}
-
-std::array<int64_t, 4> score_sizes(const Tensor& query, const Tensor& key) {
-  return {query.size(0), query.size(1), query.size(2), key.size(2)};
-}
-
-// Of a mask's own dimensions, the last of four.
-std::array<int64_t, 4> mask_sizes(const Tensor& mask) {
-  std::array<int64_t, 4> sizes{1, 1, 1, 1};
-  for (int64_t i = 1; i <= mask.dim(); ++i) sizes[4 - i] = mask.size(mask.dim() - i);
-  return sizes;
-}
-
-// Broadcast by strides of 0.
-AttentionMask mask_of(const std::optional<Tensor>& mask, const std::array<int64_t, 4>& scores) {
-  AttentionMask found;
-  if (!mask) return found;
-  found.dtype = mask->scalar_type();
-  if (found.dtype != ScalarType::Bool) check_float("attn_mask", *mask);
-  bool fits = mask->dim() <= 4;
-  for (int i = 0; fits && i < 4; ++i) {
-    const int64_t size = mask_sizes(*mask)[i];
-    fits = size == 1 || size == scores[i];
-  }
-  STD_TORCH_CHECK(fits, "attn_mask: expected a shape that broadcasts to (", scores[0], ", ", scores[1], ", ", scores[2],
-                  ", ", scores[3], "), got ", shape_of(*mask));
-  int64_t* strides[] = {&found.batch, &found.head, &found.row, &found.key};
-  for (int64_t i = 1; i <= mask->dim(); ++i) {
-    const int64_t dim = mask->dim() - i;
-    *strides[4 - i] = mask->size(dim) == 1 ? 0 : mask->stride(dim);
-  }
-  found.data = static_cast<const char*>(mask->const_data_ptr());
-  return found;
+AttentionMask mask_of(const std::optional<Tensor>& mask, const Sizes4& scores) {
+  if (!mask) return {};
+  check_mask(*mask, scores);
+  const Sizes4 strides = mask_strides(*mask);
+  return {static_cast<const char*>(mask->const_data_ptr()),
+          mask->scalar_type(),
+          strides[0],
+          strides[1],
+          strides[2],
+          strides[3]};
 }
 
 std::vector<Sequence> sequences_of(const Tensor& query, const Tensor& key) {
@@ -105,7 +76,7 @@ Tensor attention_mask_bwd(Tensor dout, Tensor query, Tensor key, Tensor value, T
   check_heads(query, key, value, 4);
   check_float("attn_mask", attn_mask);
   check_saved(dout, dout, stats, query);
-  check_statistics("delta", delta, rows_of(sizes_of(query)));
+  check_statistics("delta", delta, score_rows(query));
   const auto dropout = attention_dropout(seed, dropout_p);
   Tensor dmask = new_empty(attn_mask, sizes_of(attn_mask), attn_mask.scalar_type());
   const auto own = mask_sizes(attn_mask);

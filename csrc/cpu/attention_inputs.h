@@ -9,6 +9,7 @@
 #include "attention.h"
 #include "attention_units.h"
 #include "check.h"
+#include "heads.h"
 #include "tensor.h"
 
 namespace bertfast {
@@ -24,22 +25,9 @@ Kernel best_kernel(Kernel of_baseline, Kernel of_avx2, Kernel of_avx512) {
 #define BERTFAST_BEST_KERNEL(name) (&baseline::name)
 #endif
 
-// (B, H, S, D), or packed (T, H, D).
-inline int64_t position_dim(const Tensor& heads) {
-  return heads.dim() == 4 ? 2 : 0;
-}
-
 inline void check_heads(const Tensor& query, const Tensor& key, const Tensor& value, int64_t dim) {
   check_float("query", query);
-  STD_TORCH_CHECK(query.dim() == dim, "query: expected shape ", dim == 4 ? "(B, H, S, D)" : "(T, H, D)", ", got ",
-                  shape_of(query));
-  check_same_dtype("key", key, "query", query);
-  bool fits = key.dim() == dim;
-  for (int64_t i = 0; fits && i < dim; ++i) fits = i == position_dim(query) || key.size(i) == query.size(i);
-  STD_TORCH_CHECK(fits, "key: expected the shape of query, ", shape_of(query), ", but for the number of keys, got ",
-                  shape_of(key));
-  check_same_dtype("value", value, "query", query);
-  check_same_shape("value", value, "key", key);
+  check_same_heads(query, key, value, dim);
 }
 
 inline void check_saved(const Tensor& dout, const Tensor& out, const Tensor& stats, const Tensor& query) {
@@ -47,13 +35,7 @@ inline void check_saved(const Tensor& dout, const Tensor& out, const Tensor& sta
   check_same_shape("dout", dout, "query", query);
   check_same_dtype("out", out, "query", query);
   check_same_shape("out", out, "query", query);
-  check_statistics("stats", stats, 2 * rows_of(sizes_of(query)));
-}
-
-// With unit stride in the last dimension, copied only where it has another.
-inline Tensor unit_rows(const Tensor& heads) {
-  const int64_t last = heads.dim() - 1;
-  return heads.stride(last) == 1 || heads.size(last) <= 1 ? heads : torch::stable::contiguous(heads);
+  check_stats(stats, query);
 }
 
 inline HeadsArray heads_of(const Tensor& heads) {

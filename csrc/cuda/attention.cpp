@@ -3,7 +3,6 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include <array>
 #include <optional>
 #include <tuple>
 
@@ -13,59 +12,18 @@
 namespace bertfast {
 namespace {
 
-using Sizes4 = std::array<int64_t, 4>;
-
-// (B, H, S_q, S_k).
-Sizes4 score_sizes(const Tensor& query, const Tensor& key) {
-  return {query.size(0), query.size(1), query.size(2), key.size(2)};
-}
-
-// Sizes or strides of a mask's own dimensions, the last of four.
-template <class Of>
-Sizes4 of_last_dims(const Tensor& mask, int64_t missing, const Of& of) {
-  Sizes4 found;
-  found.fill(missing);
-  for (int64_t i = 1; i <= mask.dim(); ++i) found[4 - i] = of(mask.dim() - i);
-  return found;
-}
-Sizes4 mask_sizes(const Tensor& mask) {
-  return of_last_dims(mask, 1, [&](int64_t dim) { return mask.size(dim); });
-}
-
-void check_mask(const Tensor& mask, const Sizes4& scores) {
-  const ScalarType dtype = mask.scalar_type();
-  STD_TORCH_CHECK(dtype == ScalarType::Bool || dtype == ScalarType::Float || dtype == ScalarType::BFloat16 ||
-                      dtype == ScalarType::Half,
-                  "attn_mask: expected bool, float32, bfloat16 or float16, got ", torch::headeronly::toString(dtype));
-  bool fits = mask.dim() <= 4;
-  if (fits) {
-    const Sizes4 sizes = mask_sizes(mask);
-    for (int i = 0; i < 4; ++i) fits = fits && (sizes[i] == 1 || sizes[i] == scores[i]);
-  }
-  STD_TORCH_CHECK(fits, "attn_mask: expected a shape that broadcasts to (", scores[0], ", ", scores[1], ", ", scores[2],
-                  ", ", scores[3], "), got ", shape_of(mask));
-}
-
 // Broadcast by strides of 0.
 MaskArray mask_of(const std::optional<Tensor>& mask) {
   if (!mask) return {};
   MaskArray found;
   found.is_bool = mask->scalar_type() == ScalarType::Bool;
   found.array = found.is_bool ? ConstArray{data(*mask)} : array_of(*mask);
-  const Sizes4 strides =
-      of_last_dims(*mask, 0, [&](int64_t dim) { return mask->size(dim) == 1 ? 0 : mask->stride(dim); });
+  const Sizes4 strides = mask_strides(*mask);
   found.stride_batch = strides[0];
   found.stride_head = strides[1];
   found.stride_query = strides[2];
   found.stride_key = strides[3];
   return found;
-}
-
-// (B, H, S, D), (B, S, H, D) in memory: heads next to each other, as the projections around attention have them.
-Tensor empty_by_position(const Tensor& heads) {
-  const Tensor rows =
-      new_empty(heads, {heads.size(0), heads.size(2), heads.size(1), heads.size(3)}, heads.scalar_type());
-  return torch::stable::transpose(rows, 1, 2);
 }
 
 std::tuple<Tensor, Tensor> attention_fwd(Tensor query, Tensor key, Tensor value, std::optional<Tensor> attn_mask,

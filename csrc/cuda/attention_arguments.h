@@ -7,17 +7,9 @@
 
 #include "arguments.h"
 #include "attention.h"
+#include "heads.h"
 
 namespace bertfast {
-
-// The dimension of positions: of (B, H, S, D), or of packed (T, H, D).
-inline int64_t position_dim(const Tensor& heads) {
-  return heads.dim() == 4 ? 2 : 0;
-}
-// How many rows of scores there are: B H S_q, or packed H T_q.
-inline int64_t score_rows(const Tensor& query) {
-  return rows_of(sizes_of(query));
-}
 
 // Kernels count by int, and round up to whole blocks of 128 at most.
 constexpr int kMaxCount = INT_MAX - 127;
@@ -26,40 +18,17 @@ inline void check_count(const char* name, const char* what, int64_t count) {
   STD_TORCH_CHECK(count <= kMaxCount, name, ": expected at most ", kMaxCount, " ", what, ", got ", count);
 }
 
-// Whether `tensor` has the shape of `query` but for its number of positions.
-inline bool fits_query(const Tensor& tensor, const Tensor& query) {
-  if (tensor.dim() != query.dim()) return false;
-  for (int64_t i = 0; i < query.dim(); ++i) {
-    if (i != position_dim(query) && tensor.size(i) != query.size(i)) return false;
-  }
-  return true;
-}
-
 // Query, key and value, with 4 dimensions or packed with 3.
 inline void check_heads(const Tensor& query, const Tensor& key, const Tensor& value, int64_t dim) {
   const ScalarType dtype = query.scalar_type();
   STD_TORCH_CHECK(dtype == ScalarType::BFloat16 || dtype == ScalarType::Half,
                   "query: expected bfloat16 or float16, got ", torch::headeronly::toString(dtype));
-  STD_TORCH_CHECK(query.dim() == dim, "query: expected shape ", dim == 4 ? "(B, H, S, D)" : "(T, H, D)", ", got ",
-                  shape_of(query));
+  check_same_heads(query, key, value, dim);
   const int64_t head_dim = query.size(dim - 1);
   STD_TORCH_CHECK(head_dim <= kMaxHeadDim, "head dim: expected at most ", kMaxHeadDim, ", got ", head_dim);
-  check_same_dtype("key", key, "query", query);
-  STD_TORCH_CHECK(fits_query(key, query), "key: expected the shape of query, ", shape_of(query),
-                  ", but for the number of keys, got ", shape_of(key));
-  check_same_dtype("value", value, "query", query);
-  check_same_shape("value", value, "key", key);
   check_count("query", "heads of all sequences", dim == 4 ? query.size(0) * query.size(1) : query.size(1));
   check_count("query", "positions", query.size(position_dim(query)));
   check_count("key", "positions", key.size(position_dim(key)));
-}
-
-// Each row's maximum and the logarithm of its sum.
-inline void check_stats(const Tensor& stats, const Tensor& query) {
-  STD_TORCH_CHECK(stats.scalar_type() == ScalarType::Float, "stats: expected float32, got ",
-                  torch::headeronly::toString(stats.scalar_type()));
-  STD_TORCH_CHECK(stats.numel() == 2 * score_rows(query), "stats: expected two values per row, ", 2 * score_rows(query),
-                  ", got shape ", shape_of(stats));
 }
 
 // What the forward pass left, and the gradient of its output.
@@ -67,12 +36,6 @@ inline void check_saved(const Tensor& dout, const Tensor& out, const Tensor& sta
   check_like("dout", dout, "query", query);
   check_like("out", out, "query", query);
   check_stats(stats, query);
-}
-
-// `heads` with unit stride in its last dimension, copied only where it has another.
-inline Tensor unit_rows(const Tensor& heads) {
-  const int64_t last = heads.dim() - 1;
-  return heads.stride(last) == 1 || heads.size(last) <= 1 ? heads : torch::stable::contiguous(heads);
 }
 
 template <class A>
