@@ -246,7 +246,7 @@ def test_several_blocks_of_queries_and_keys(backend, dtype, name, is_causal, dro
 BEYOND_CPU_BLOCKS = {
     "none": lambda dtype: None,
     "left padding of a block and more": lambda dtype: torch.arange(1200).ge(700).view(1, 1, 1, 1200),
-    "bias": lambda dtype: random(1, 1, 400, 1200, dtype=dtype, seed=6),
+    "bias": lambda dtype: random(1, 1, 401, 1200, dtype=dtype, seed=6),
     "bias of keys": lambda dtype: random(1, 2, 1, 1200, dtype=dtype, seed=6),
 }
 
@@ -257,7 +257,8 @@ BEYOND_CPU_BLOCKS = {
 @pytest.mark.parametrize("dtype", [dtype for backend, dtype in SERVED if backend == "cpu"])
 def test_more_keys_than_a_block_and_queries_than_a_unit_of_the_cpu_kernels(dtype, name, is_causal, dropout_p):
     settings = {"is_causal": is_causal, "dropout_p": dropout_p, "seed": seed_tensor()}
-    assert_parity(case(1, 2, 400, 1200, 16, dtype, BEYOND_CPU_BLOCKS[name](dtype), **settings), "cpu")
+    # Parts of an odd number are unequal.
+    assert_parity(case(1, 2, 401, 1200, 16, dtype, BEYOND_CPU_BLOCKS[name](dtype), **settings), "cpu")
 
 
 FULLY_MASKED = {
@@ -319,6 +320,14 @@ def test_causality_is_aligned_at_the_top_left(backend, dtype, s_q, s_k):
 @pytest.mark.parametrize(("backend", "dtype"), EVERY)
 def test_scale(backend, dtype, scale):
     assert_parity(Attention(case(2, 2, 9, 11, 12, dtype).inputs, {"scale": scale}), backend)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize(("backend", "dtype"), EVERY)
+def test_a_negative_scale_with_a_mask(backend, dtype, kind):
+    mask = MASKS["(b, 1, q, k)"](2, 3, 9, 11)
+    mask = mask if kind == "bool" else bias_of(mask, dtype)
+    assert_parity(case(2, 3, 9, 11, 16, dtype, mask, scale=-2.0), backend)
 
 
 @pytest.mark.parametrize(("backend", "dtype"), SERVED)
