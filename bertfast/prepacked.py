@@ -35,26 +35,27 @@ class _Entry:
     """A reordered copy of weights that lie one below the other, and what they were. Holds them weakly."""
 
     def __init__(self, weights: tuple[nn.Parameter, ...], on_death) -> None:
-        self.references = tuple(weakref.ref(weight, on_death) for weight in weights)
-        self.facts: tuple[Facts, ...] = ()
-        self.samples: tuple[Tensor, ...] = ()
+        self.references = [weakref.ref(weight, on_death) for weight in weights]
+        self.facts: list[Facts] = []
+        self.samples: list[Tensor] = []
         self.copy: Tensor | None = None
 
-    def belongs_to(self, weights: tuple[nn.Parameter, ...]) -> bool:
-        return all(reference() is weight for reference, weight in zip(self.references, weights, strict=True))
-
-    def is_fresh(self, weights: tuple[nn.Parameter, ...]) -> bool:
-        if self.facts != tuple(map(facts_of, weights)):
+    def is_fresh(self, weights: tuple[Tensor, ...]) -> bool:
+        if [facts_of(weight) for weight in weights] != self.facts:
             return False
-        return all(torch.equal(_samples(w), known) for w, known in zip(weights, self.samples, strict=True))
+        for weight, reference, known in zip(weights, self.references, self.samples, strict=True):
+            # Another weight may have got the address of one that is gone, which has its id.
+            if reference() is not weight or not _is_equal(_samples(weight), known):
+                return False
+        return True
 
     def fill(self, weights: tuple[nn.Parameter, ...]) -> None:
         with torch.inference_mode(False), torch.no_grad():
             whole = weights[0].detach() if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])
             self.copy = torch.ops.mkldnn._reorder_linear_weight(whole)
-            self.samples = tuple(_samples(weight).clone() for weight in weights)
+            self.samples = [_samples(weight).clone() for weight in weights]
             # Last: a copy that fails is made again.
-            self.facts = tuple(map(facts_of, weights))
+            self.facts = [facts_of(weight) for weight in weights]
 
 
 _entries: dict[tuple[int, ...], _Entry] = {}
@@ -71,11 +72,16 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _samples(weight: Tensor) -> Tensor:
-    """Values spread over the rows and columns of a contiguous weight, as bits: NaN equals itself. A view, because to
-    gather them by indices costs three times as much."""
-    count = min(SAMPLES, weight.numel())
-    step = max((weight.numel() - 1) // max(count - 1, 1), 1)
-    return weight.detach().as_strided((count,), (step,)).view(_BITS[weight.dtype])
+    """Values spread over the rows and columns of a contiguous weight. A view, because to gather them by indices costs
+    three times as much."""
+    size = weight.numel()
+    count = min(SAMPLES, size)
+    return weight.as_strided((count,), (max((size - 1) // max(count - 1, 1), 1),))
+
+
+def _is_equal(samples: Tensor, known: Tensor) -> bool:
+    # NaN equals itself as bits only.
+    return torch.equal(samples, known) or torch.equal(samples.view(_BITS[known.dtype]), known.view(_BITS[known.dtype]))
 
 
 def _product(x: Tensor, copy: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
@@ -97,17 +103,12 @@ def _works(dtype: torch.dtype) -> bool:
         return False
 
 
-def _serves(x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...]) -> bool:
+def _is_inference(x: Tensor) -> bool:
     return (
         type(x) is Tensor
-        and x.device.type == "cpu"
         and x.dtype in _BITS
+        and x.device.type == "cpu"
         and x.numel() > 0
-        and all(map(functools.partial(_is_weight_of, x), weights))
-        # oneDNN reads a bias as it would lie in memory if it were contiguous and of the right size.
-        and all(map(functools.partial(_is_bias_of, x), weights, biases))
-        and len({b is None for b in biases}) == 1
-        and not needs_grad(x, *weights, *biases)
         and not is_traced(x)
         and torch._C._len_torch_dispatch_stack() == 0
         # The ops have cast their inputs by then; what has not been cast must be, by PyTorch's own.
@@ -158,20 +159,33 @@ def linear(
         DataParallel, what autocast has cast), of biases that are not contiguous, under autocast, a trace, a transform
         or a dispatch mode (a FLOP counter does not know the operators).
     """
-    if not _serves(x, weights, biases):
+    if needs_grad(x, *weights, *biases) or not _is_inference(x):
         return None
-    bias = biases[0] if len(biases) == 1 or biases[0] is None else torch.cat(biases)
-    return _product(x, _copy_of(weights), bias, activation)
+    bias = biases[0]
+    for weight, own in zip(weights, biases, strict=True):
+        if (own is None) != (bias is None) or not _is_bias_of(x, weight, own):
+            return None
+    copy = _copy_of(x, weights)
+    if copy is None:
+        return None
+    if bias is not None and len(biases) > 1:
+        bias = torch.cat(biases)
+    return _product(x, copy, bias, activation)
 
 
-def _copy_of(weights: tuple[nn.Parameter, ...]) -> Tensor:
-    key = tuple(map(id, weights))
+def _copy_of(x: Tensor, weights: tuple[Tensor, ...]) -> Tensor | None:
+    """None for weights that have none, or none for `x`."""
+    key = tuple([id(weight) for weight in weights])
     with _lock:
         entry = _entries.get(key)
-        if entry is None or not entry.belongs_to(weights):
-            entry = _entries[key] = _Entry(weights, lambda reference: _entries.pop(key, None))
-        if not entry.is_fresh(weights):
-            entry.fill(weights)
+        if entry is not None and entry.is_fresh(weights):
+            # Weights of these facts were fit for a copy; that they fit `x` too is left.
+            shape, dtype = weights[0].shape, weights[0].dtype
+            return entry.copy if shape[1] == x.shape[-1] and dtype == x.dtype else None
+        if not all([_is_weight_of(x, weight) for weight in weights]):
+            return None
+        entry = _entries[key] = _Entry(weights, lambda reference: _entries.pop(key, None))
+        entry.fill(weights)
         return entry.copy
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from bertfast import ops, reference
+from bertfast import ops, prepacked, reference
 from bertfast.backends import order_on
 from bertfast.dropout import apply_dropout
 from bertfast.nn.linear import uses_prepacked
@@ -18,9 +18,14 @@ KERNELS = frozenset({"triton", "cuda"})
 def qkv_projection(hidden_states: Tensor, query: nn.Module, key: nn.Module, value: nn.Module) -> tuple[Tensor, ...]:
     """`ops.qkv_projection` over the weights of three linear modules; their calls where they are not plain, differ in
     form, or no backend has one product for all three, because an op of three calls costs more than they do."""
-    may_fuse = uses_prepacked(hidden_states) or not KERNELS.isdisjoint(order_on(hidden_states.device.type))
+    reordered = uses_prepacked(hidden_states)
+    may_fuse = reordered or not KERNELS.isdisjoint(order_on(hidden_states.device.type))
     if may_fuse and is_plain(query, nn.Linear) and is_plain(key, nn.Linear) and is_plain(value, nn.Linear):
         weights, biases = (query.weight, key.weight, value.weight), (query.bias, key.bias, value.bias)
+        # The op would come to the same, behind checks that take as long as a small product.
+        packed = prepacked.linear(hidden_states, weights, biases) if reordered else None
+        if packed is not None:
+            return packed.tensor_split((weights[0].shape[0], weights[0].shape[0] + weights[1].shape[0]), -1)
         one_shape = weights[0].shape == weights[1].shape == weights[2].shape
         missing = sum(bias is None for bias in biases)
         if one_shape and missing in (0, 3):

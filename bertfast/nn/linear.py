@@ -11,9 +11,9 @@ from bertfast.nn.plain import is_plain
 
 
 def uses_prepacked(x: Tensor) -> bool:
-    """Whether linear layers of `x` may multiply by reordered weights: the backend `cpu` may serve, and no gradient is
+    """Whether linear layers of `x` may multiply by reordered weights: the backend `cpu` comes first, and no gradient is
     recorded."""
-    return x.device.type == "cpu" and not torch.is_grad_enabled() and "cpu" in order_on("cpu")
+    return x.device.type == "cpu" and not torch.is_grad_enabled() and order_on("cpu")[0] == "cpu"
 
 
 def linear(x: Tensor, dense: nn.Module) -> Tensor:
