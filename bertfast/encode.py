@@ -273,12 +273,15 @@ class Encoder:
         ids = self.token_ids(texts)
         out = np.empty((len(ids), self.dimension), dtype=np.float32)
         device = self.model.device
+        # Padding is on the right, so what the mode `cls` takes is the first token.
+        first_only = self.pooling.modes == ("cls",)
         for batch in token_batches([len(row) for row in ids], self.token_budget):
             rows = [ids[i] for i in batch]
             input_ids, attention_mask = pad(rows, self.tokenizer.pad_token_id)
             input_ids, attention_mask = input_ids.to(device), attention_mask.to(device)
-            hidden = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-            out[batch] = self.pooling(hidden, attention_mask).float().cpu().numpy()
+            output = self.model(input_ids=input_ids, attention_mask=attention_mask, first_token_only=first_only)
+            hidden = output.last_hidden_state
+            out[batch] = self.pooling(hidden, attention_mask[:, : hidden.shape[1]]).float().cpu().numpy()
         return out
 
     def encode_lines(self, lines: Iterable[str]) -> Iterator[np.ndarray]:

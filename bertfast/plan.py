@@ -15,17 +15,20 @@ IGNORED_LABEL = -100
 
 
 class RowUse(NamedTuple):
-    """Which results at padded positions the caller goes on to use. They exist on the padded path only.
+    """Which results the caller goes on to use beside those of real tokens: results at padded positions exist on the
+    padded path only.
 
     Attributes:
         padded_rows: all of them.
         first_token: the first token of every row, which left padding masks.
         labels: (B, S); those rows whose label is not -100.
+        nothing_else: no result but those of the first tokens, be they real or not.
     """
 
     padded_rows: bool = False
     first_token: bool = False
     labels: Tensor | None = None
+    nothing_else: bool = False
 
 
 REAL_ROWS = RowUse()

@@ -182,7 +182,7 @@ def _copy_of(x: Tensor, weights: tuple[Tensor, ...]) -> Tensor | None:
             # Weights of these facts were fit for a copy; that they fit `x` too is left.
             shape, dtype = weights[0].shape, weights[0].dtype
             return entry.copy if shape[1] == x.shape[-1] and dtype == x.dtype else None
-        if not all([_is_weight_of(x, weight) for weight in weights]):
+        if not all(_is_weight_of(x, weight) for weight in weights):
             return None
         entry = _entries[key] = _Entry(weights, lambda reference: _entries.pop(key, None))
         entry.fill(weights)

@@ -38,7 +38,7 @@ def dtype_of_most(on):
 
 
 def mask():
-    return mask_of("right").repeat(3, 2)
+    return mask_of("right").repeat(4, 2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -49,6 +49,7 @@ class DistilBertModel(EncoderModel, DistilBertPreTrainedModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         *,
+        first_token_only: bool = False,
         _use: RowUse = REAL_ROWS,
     ) -> BaseModelOutputWithPooling | tuple[Tensor, ...]:
         """As the other families' base models, without token types."""
@@ -61,6 +62,7 @@ class DistilBertModel(EncoderModel, DistilBertPreTrainedModel):
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
             return_dict=return_dict,
+            first_token_only=first_token_only,
             _use=_use,
         )
 

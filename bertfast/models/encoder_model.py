@@ -10,7 +10,7 @@ from bertfast.models.base import PreTrainedModel
 from bertfast.models.outputs import BaseModelOutputWithPooling
 from bertfast.nn import BertEncoder, BertEncoderLayer, FusedBertEmbeddings
 from bertfast.nn.names import BERT_LAYER, LayerNames
-from bertfast.nn.plain import any_hooks
+from bertfast.nn.plain import any_hooks, has_hooks
 from bertfast.ops._checks import check_broadcast
 from bertfast.packing import Packing
 from bertfast.plan import REAL_ROWS, Plan, RowUse, plan_rows
@@ -86,6 +86,7 @@ class EncoderModel(PreTrainedModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         *,
+        first_token_only: bool = False,
         _use: RowUse = REAL_ROWS,
     ) -> BaseModelOutputWithPooling | tuple[Tensor, ...]:
         """Runs the encoder.
@@ -99,6 +100,9 @@ class EncoderModel(PreTrainedModel):
             output_attentions: also return the attention probabilities of every layer, (B, H, S, S).
             output_hidden_states: also return the embeddings' and every layer's output, (B, S, N).
             return_dict: False gives a tuple.
+            first_token_only: only the first token's hidden states are wanted, real or not: `last_hidden_state` is
+                (B, 1, N). The last layer then computes keys and values for the other tokens and nothing else; heads
+                that read the pooled output or the first token do so by themselves.
 
         Returns:
             `last_hidden_state` (B, S, N) with zeros in padded rows (see `bertfast.packing`), `pooler_output`
@@ -122,10 +126,13 @@ class EncoderModel(PreTrainedModel):
 
         if position_ids is None:
             position_ids = self.embeddings.position_ids_of(input_ids, inputs_embeds)
+        shown = bool(output_attentions or output_hidden_states)
         use = _use._replace(
-            padded_rows=_use.padded_rows or bool(output_attentions or output_hidden_states),
-            first_token=_use.first_token or self.pooler is not None,
+            padded_rows=_use.padded_rows or shown,
+            first_token=_use.first_token or first_token_only or self.pooler is not None,
+            nothing_else=_use.nothing_else or first_token_only,
         )
+        skips = use.nothing_else and not shown and self._can_skip_rows()
         plan = self._plan(attention_mask, batch, seqlen, device, use)
         inputs = (input_ids, token_type_ids, position_ids, inputs_embeds)
         if plan.packing is None:
@@ -134,12 +141,15 @@ class EncoderModel(PreTrainedModel):
                 plan.attn_mask,
                 output_hidden_states=output_hidden_states,
                 output_attentions=output_attentions,
+                first_token_only=skips,
             )
-            hidden_states = plan.keep_rows(hidden_states)
+            if not skips:
+                hidden_states = plan.keep_rows(hidden_states)
         else:
-            hidden_states, all_hidden_states, weights = self._run_packed(inputs, plan.packing), None, None
+            hidden_states = self._run_packed(inputs, plan.packing, skips)
+            all_hidden_states, weights = None, None
         output = BaseModelOutputWithPooling(
-            last_hidden_state=hidden_states,
+            last_hidden_state=hidden_states[:, :1] if first_token_only else hidden_states,
             pooler_output=None if self.pooler is None else self.pooler(hidden_states),
             hidden_states=all_hidden_states,
             attentions=weights,
@@ -157,15 +167,28 @@ class EncoderModel(PreTrainedModel):
             raise ValueError(f"attention_mask must have shape {(batch, seqlen)}, got {tuple(mask.shape)}")
         return plan_rows(mask, use, lambda: not self.unpad or self._has_hooks())
 
-    def _run_packed(self, inputs: tuple[Tensor | None, ...], packing: Packing) -> Tensor:
-        """Embeddings and encoder on the real tokens alone: (B, S, N) with zeros in padded rows."""
+    def _run_packed(self, inputs: tuple[Tensor | None, ...], packing: Packing, first_token_only: bool) -> Tensor:
+        """Embeddings and encoder on the real tokens alone: (B, S, N) with zeros in padded rows, or (B, 1, N)."""
         rows = (packing.batch, packing.seqlen)
         embedded = self.embeddings(
             *(None if t is None else packing.unpad(t.expand(*rows, *t.shape[2:])).unsqueeze(0) for t in inputs)
         )
         encoder = getattr(self, self.encoder_name)
-        hidden_states, _, _ = encoder(embedded, cu_seqlens=packing.cu_seqlens, max_seqlen=packing.max_seqlen)
-        return packing.repad(hidden_states[0])
+        hidden_states, _, _ = encoder(
+            embedded,
+            cu_seqlens=packing.cu_seqlens,
+            max_seqlen=packing.max_seqlen,
+            first_token_only=first_token_only,
+        )
+        return hidden_states.transpose(0, 1) if first_token_only else packing.repad(hidden_states[0])
+
+    def _can_skip_rows(self) -> bool:
+        """Whether nobody sees the last layer's other rows: a hook may, and so may a pooler that is not ours."""
+        encoder = getattr(self, self.encoder_name)
+        seen = has_hooks(encoder) or len(encoder.layer) == 0 or any_hooks(encoder.layer[-1])
+        if self.pooler is not None:
+            seen = seen or type(self.pooler) is not Pooler or has_hooks(self.pooler)
+        return not seen
 
     def _has_hooks(self) -> bool:
         return any_hooks(self.embeddings) or any_hooks(getattr(self, self.encoder_name))

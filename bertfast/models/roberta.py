@@ -19,6 +19,7 @@ from bertfast.models.tasks import (
 )
 from bertfast.nn import FusedAddLayerNorm
 from bertfast.nn.feed_forward import dense_activation
+from bertfast.nn.plain import has_hooks
 
 
 class RobertaPreTrainedModel(PreTrainedModel):
@@ -58,6 +59,10 @@ class _ClassificationHead(nn.Module):
         return self.out_proj(self.dropout(pooled))
 
 
+def _is_ours(head: nn.Module) -> bool:
+    return type(head) is _ClassificationHead and not has_hooks(head)
+
+
 class RobertaForMaskedLM(MaskedLMTask, RobertaPreTrainedModel):
     """RoBERTa with the masked LM head."""
 
@@ -87,6 +92,9 @@ class RobertaForSequenceClassification(SequenceClassificationTask, RobertaPreTra
 
     def sequence_logits(self, outputs: BaseModelOutputWithPooling) -> Tensor:
         return self.classifier(outputs.last_hidden_state)
+
+    def reads_nothing_else(self) -> bool:
+        return super().reads_nothing_else() and _is_ours(self.classifier)
 
 
 class RobertaForMultipleChoice(MultipleChoiceTask, RobertaPreTrainedModel):

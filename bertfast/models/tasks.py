@@ -31,9 +31,13 @@ class TaskModel(PreTrainedModel):
     def encode(self, use: RowUse, **inputs: object) -> BaseModelOutputWithPooling:
         """Runs the base model on the inputs that were given."""
         if self.reads_first_token:
-            use = use._replace(first_token=True)
+            use = use._replace(first_token=True, nothing_else=self.reads_nothing_else())
         given = {name: value for name, value in inputs.items() if value is not None}
         return self.base_model(**given, return_dict=True, _use=use)
+
+    def reads_nothing_else(self) -> bool:
+        """Whether the head is known to read no token but the first: a user's own may read anything."""
+        return type(self).__module__.startswith("bertfast.")
 
     def finish(self, output: ModelOutput, return_dict: bool | None) -> ModelOutput | tuple[Tensor, ...]:
         """The output, or its tuple for `return_dict=False`."""

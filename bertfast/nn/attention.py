@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from bertfast import ops, prepacked, reference
 from bertfast.backends import order_on
 from bertfast.dropout import apply_dropout
-from bertfast.nn.linear import uses_prepacked
+from bertfast.nn.linear import linear, uses_prepacked
 from bertfast.nn.plain import is_plain
 
 # The backends that compute query, key and value as one.
@@ -46,6 +46,7 @@ def self_attention(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
     need_weights: bool = False,
+    first_tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Self-attention over the projections `query`, `key` and `value`, called as modules where they are not plain.
 
@@ -55,23 +56,33 @@ def self_attention(
         scale: of the scores, 1/sqrt(head_dim) by default.
         attn_mask: as in `ops.attention`; padded input only.
         need_weights: also return the probabilities (B, H, S, S) behind dropout, computed unfused; padded input only.
+        first_tokens: (B, 1, N) or (1, sequences, N), the first of each sequence, where they alone attend.
 
     Returns:
-        The context, (B, S, width of the projections) or (1, T, the same), and the probabilities or None.
+        The context, (B, S, width of the projections) or (1, T, the same), with `first_tokens` for these alone, and the
+        probabilities or None.
 
     Raises:
         ValueError: packed input with a mask or with `need_weights`, or as `ops.attention`.
     """
-    projected = qkv_projection(hidden_states, query, key, value)
+    if first_tokens is None:
+        projected = qkv_projection(hidden_states, query, key, value)
+    else:
+        projected = linear(first_tokens, query), linear(hidden_states, key), linear(hidden_states, value)
     q, k, v = (t.view(*t.shape[:-1], t.shape[-1] // head_dim, head_dim) for t in projected)
     if cu_seqlens is not None:
         if attn_mask is not None or need_weights:
             raise ValueError("packed hidden_states take neither attn_mask nor need_weights")
+        cu_seqlens_q, max_seqlen_q = cu_seqlens, max_seqlen
+        if first_tokens is not None:
+            cu_seqlens_q, max_seqlen_q = torch.arange(len(cu_seqlens), dtype=torch.int32, device=cu_seqlens.device), 1
         context = ops.varlen_attention(
-            q[0], k[0], v[0], cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p=dropout_p, scale=scale
+            q[0], k[0], v[0], cu_seqlens_q, cu_seqlens, max_seqlen_q, max_seqlen, dropout_p=dropout_p, scale=scale
         )
         return context.flatten(-2).unsqueeze(0), None
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if first_tokens is not None and attn_mask is not None:
+        attn_mask = attn_mask[..., :1, :]
     if need_weights:
         context, weights = attention_with_weights(q, k, v, attn_mask, dropout_p, scale=scale)
         return context.transpose(1, 2).flatten(-2), weights

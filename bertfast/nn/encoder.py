@@ -73,6 +73,7 @@ class BertEncoderLayer(nn.Module):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         need_weights: bool = False,
+        first_token_only: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """One layer.
 
@@ -80,10 +81,17 @@ class BertEncoderLayer(nn.Module):
             hidden_states: (B, S, N), or packed (1, T, N) with `cu_seqlens` (sequences + 1,) and `max_seqlen`.
             attn_mask: broadcasts to (B, H, S, S): bool (True takes part) or floating point (added).
             need_weights: also return the attention probabilities (B, H, S, S).
+            first_token_only: compute the output of the first token of each sequence alone, for which keys and values
+                are all that the others contribute. No sequence may be empty.
 
         Returns:
-            The shape of `hidden_states`; a pair with the probabilities when they are asked for.
+            The shape of `hidden_states`, with `first_token_only` (B, 1, N) or (1, sequences, N); a pair with the
+            probabilities when they are asked for.
         """
+        residual = hidden_states
+        if first_token_only:
+            packed = cu_seqlens is not None
+            residual = hidden_states.index_select(1, cu_seqlens[:-1]) if packed else hidden_states[:, :1]
         query, key, value, attention_out, attention_norm, ffn_in, ffn_out, ffn_norm = self._leaves()
         context, weights = self_attention(
             hidden_states,
@@ -96,8 +104,9 @@ class BertEncoderLayer(nn.Module):
             cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
             need_weights=need_weights,
+            first_tokens=residual if first_token_only else None,
         )
-        attended = attention_norm(linear(context, attention_out), hidden_states)
+        attended = attention_norm(linear(context, attention_out), residual)
         output = ffn_norm(feed_forward(attended, ffn_in, ffn_out, self.activation), attended)
         return (output, weights) if need_weights else output
 
@@ -120,16 +129,20 @@ class BertEncoder(nn.Module):
         *,
         output_hidden_states: bool = False,
         output_attentions: bool = False,
+        first_token_only: bool = False,
     ) -> tuple[Tensor, tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]:
-        """All layers; see `BertEncoderLayer`.
+        """All layers; see `BertEncoderLayer`. With `first_token_only` the last one gives first tokens alone.
 
         Returns:
             The last hidden states; the input and every layer's output, or None; every layer's attention
             probabilities (B, H, S, S), or None.
         """
         all_hidden_states, all_weights = [hidden_states], []
-        for layer in self.layer:
+        last = len(self.layer) - 1
+        for index, layer in enumerate(self.layer):
             arguments = (hidden_states, attn_mask, cu_seqlens, max_seqlen, output_attentions)
+            if first_token_only and index == last:
+                arguments = (*arguments, True)
             if self.gradient_checkpointing and self.training:
                 hidden_states = self._checkpoint(in_force(layer), *arguments)
             else:
