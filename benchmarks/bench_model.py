@@ -108,6 +108,10 @@ class Model:
             parameter_dtype=_parameter_dtype(cell),
         )
 
+    def stock(self, cell: Cell) -> nn.Module:
+        """transformers' model of the weights that all contestants of a cell have."""
+        return self._models(cell, False).stock
+
     def _models(self, cell: Cell, replayed: bool) -> _Models:
         return _models(self, cell.device, _parameter_dtype(cell), replayed)
 

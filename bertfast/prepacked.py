@@ -84,7 +84,8 @@ def _is_equal(samples: Tensor, known: Tensor) -> bool:
     return torch.equal(samples, known) or torch.equal(samples.view(_BITS[known.dtype]), known.view(_BITS[known.dtype]))
 
 
-def _product(x: Tensor, copy: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+def product(x: Tensor, copy: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
+    """activation(x W^T + bias) by a reordered copy of W."""
     name, algorithm = _POST_OPS[activation]
     return torch.ops.mkldnn._linear_pointwise(x, copy, bias, name, [], algorithm)
 
@@ -97,7 +98,7 @@ def _works(dtype: torch.dtype) -> bool:
             return False
         x = torch.eye(16, dtype=dtype, device="cpu")
         with torch.inference_mode(False), torch.no_grad():
-            out = _product(x, torch.ops.mkldnn._reorder_linear_weight(x), None, "gelu")
+            out = product(x, torch.ops.mkldnn._reorder_linear_weight(x), None, "gelu")
         return bool((out.diagonal() > 0.8).all())
     except (AttributeError, RuntimeError, TypeError):
         return False
@@ -170,7 +171,7 @@ def linear(
         return None
     if bias is not None and len(biases) > 1:
         bias = torch.cat(biases)
-    return _product(x, copy, bias, activation)
+    return product(x, copy, bias, activation)
 
 
 def _copy_of(x: Tensor, weights: tuple[Tensor, ...]) -> Tensor | None:

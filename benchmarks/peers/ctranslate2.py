@@ -44,17 +44,31 @@ def convert(stock: nn.Module) -> Converted:
         Refused: the library does not compute in that dtype on this device.
         ImportError: ctranslate2 is missing.
     """
+    return _encoder(stock, str(next(stock.parameters()).dtype).removeprefix("torch."))
+
+
+def convert_int8(stock: nn.Module) -> Converted:
+    """The same of an fp32 model with weights in int8 and activations that are quantised as they come; its output is
+    fp32.
+
+    Raises:
+        As `convert`.
+    """
+    return _encoder(stock, "int8_float32")
+
+
+def _encoder(stock: nn.Module, compute_type: str) -> Converted:
     import ctranslate2
 
     weight = next(stock.parameters())
-    dtype, device = str(weight.dtype).removeprefix("torch."), weight.device.type
+    device = weight.device.type
     index = weight.device.index or 0
-    if dtype not in ctranslate2.get_supported_compute_types(device, index):
-        raise Refused(f"does not compute in {dtype} on this {device} device")
+    if compute_type not in ctranslate2.get_supported_compute_types(device, index):
+        raise Refused(f"does not compute in {compute_type} on this {device} device")
     with tempfile.TemporaryDirectory() as folder:
         _specification(stock).save(folder)
         encoder = ctranslate2.Encoder(
-            folder, device=device, device_index=index, compute_type=dtype, intra_threads=torch.get_num_threads()
+            folder, device=device, device_index=index, compute_type=compute_type, intra_threads=torch.get_num_threads()
         )
     return Converted(functools.partial(_call, encoder), _tensor)
 
