@@ -136,6 +136,20 @@ def test_openvino_in_bfloat16(installed):
     assert isinstance(entry, Row) or entry.reason == "does not compute in bfloat16 on this processor"
 
 
+@pytest.mark.parametrize("name", ["onnxruntime", "ctranslate2"])
+def test_int8(name):
+    for module in LIBRARIES[name]:
+        pytest.importorskip(module)
+    batch = bench_model.MODELS["bert-base"].contest(cell_of()).inputs[0]
+    stock = bench_model.MODELS["bert-base"].stock(cell_of())
+    found, exact = (
+        c.tensor(c.call(batch.tensors["input_ids"], batch.tensors["attention_mask"]))[batch.real]
+        for c in (peers.adapter(name).convert_int8(stock), peers.adapter(name).convert(stock))
+    )
+    assert not torch.equal(found, exact)
+    assert torch.nn.functional.cosine_similarity(found.float(), exact.float(), dim=-1).min() > 0.99
+
+
 def test_onnx_runtime_makes_one_op_of_an_attention(tmp_path):
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
