@@ -19,6 +19,8 @@ import functools
 import os
 import threading
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,36 +30,36 @@ from bertfast.freshness import Facts, facts_of
 
 SAMPLES = 64
 _POST_OPS = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), None: ("none", "")}
-_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
+_DTYPES = frozenset({torch.float32, torch.bfloat16})
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a value
 
 
 class _Entry:
-    """A reordered copy of weights that lie one below the other, and what they were. Holds them weakly."""
+    """A copy of weights that lie one below the other, and what they were. Holds them weakly."""
 
-    def __init__(self, weights: tuple[nn.Parameter, ...], on_death) -> None:
+    def __init__(self, weights: tuple[Tensor, ...], on_death) -> None:
         self.references = tuple(weakref.ref(weight, on_death) for weight in weights)
         self.facts: tuple[Facts, ...] = ()
         self.samples: tuple[Tensor, ...] = ()
-        self.copy: Tensor | None = None
+        self.copy: Any = None
 
-    def belongs_to(self, weights: tuple[nn.Parameter, ...]) -> bool:
+    def belongs_to(self, weights: tuple[Tensor, ...]) -> bool:
         return all(reference() is weight for reference, weight in zip(self.references, weights, strict=True))
 
-    def is_fresh(self, weights: tuple[nn.Parameter, ...]) -> bool:
+    def is_fresh(self, weights: tuple[Tensor, ...]) -> bool:
         if self.facts != tuple(map(facts_of, weights)):
             return False
         return all(torch.equal(_samples(w), known) for w, known in zip(weights, self.samples, strict=True))
 
-    def fill(self, weights: tuple[nn.Parameter, ...]) -> None:
+    def fill(self, weights: tuple[Tensor, ...], make: Callable[[Tensor], Any]) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            whole = weights[0].detach() if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])
-            self.copy = torch.ops.mkldnn._reorder_linear_weight(whole)
+            self.copy = make(weights[0].detach() if len(weights) == 1 else torch.cat([w.detach() for w in weights]))
             self.samples = tuple(_samples(weight).clone() for weight in weights)
             # Last: a copy that fails is made again.
             self.facts = tuple(map(facts_of, weights))
 
 
-_entries: dict[tuple[int, ...], _Entry] = {}
+_entries: dict[tuple, _Entry] = {}
 _lock = threading.Lock()
 
 
@@ -75,7 +77,7 @@ def _samples(weight: Tensor) -> Tensor:
     gather them by indices costs three times as much."""
     count = min(SAMPLES, weight.numel())
     step = max((weight.numel() - 1) // max(count - 1, 1), 1)
-    return weight.detach().as_strided((count,), (step,)).view(_BITS[weight.dtype])
+    return weight.detach().as_strided((count,), (step,)).view(_BITS[weight.element_size()])
 
 
 def _product(x: Tensor, copy: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
@@ -91,7 +93,7 @@ def _works(dtype: torch.dtype) -> bool:
             return False
         x = torch.eye(16, dtype=dtype, device="cpu")
         with torch.inference_mode(False), torch.no_grad():
-            out = _product(x, torch.ops.mkldnn._reorder_linear_weight(x), None, "gelu")
+            out = _product(x, _reordered(x), None, "gelu")
         return bool((out.diagonal() > 0.8).all())
     except (AttributeError, RuntimeError, TypeError):
         return False
@@ -101,7 +103,7 @@ def _serves(x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor | None,
     return (
         type(x) is Tensor
         and x.device.type == "cpu"
-        and x.dtype in _BITS
+        and x.dtype in _DTYPES
         and x.numel() > 0
         and all(map(functools.partial(_is_weight_of, x), weights))
         # oneDNN reads a bias as it would lie in memory if it were contiguous and of the right size.
@@ -161,17 +163,23 @@ def linear(
     if not _serves(x, weights, biases):
         return None
     bias = biases[0] if len(biases) == 1 or biases[0] is None else torch.cat(biases)
-    return _product(x, _copy_of(weights), bias, activation)
+    return _product(x, copy_of(weights, _reordered), bias, activation)
 
 
-def _copy_of(weights: tuple[nn.Parameter, ...]) -> Tensor:
-    key = tuple(map(id, weights))
+def _reordered(weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight)
+
+
+def copy_of(weights: tuple[Tensor, ...], make: Callable[[Tensor], Any]) -> Any:
+    """What `make` makes of contiguous weights of one width, one below the other: kept, and made again where they are
+    not what they were. Each `make` has copies of its own."""
+    key = (make, *map(id, weights))
     with _lock:
         entry = _entries.get(key)
         if entry is None or not entry.belongs_to(weights):
             entry = _entries[key] = _Entry(weights, lambda reference: _entries.pop(key, None))
         if not entry.is_fresh(weights):
-            entry.fill(weights)
+            entry.fill(weights, make)
         return entry.copy
 
 

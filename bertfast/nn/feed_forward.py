@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from bertfast import ops
-from bertfast.activations import GELU_FORMS, Activation, get_activation
+from bertfast.activations import FORMULAS, GELU_FORMS, Activation, get_activation
+from bertfast.nn import quantized
 from bertfast.nn.plain import is_plain
 
 
@@ -20,9 +21,11 @@ def feed_forward(
     activation: str | Activation,
     op: Callable[..., Tensor] = ops.feed_forward,
 ) -> Tensor:
-    """`op` over the weights of two linear modules, or their calls where they are not plain."""
+    """`op` over the weights of two linear modules, their int8 product, or their calls where they are neither."""
     if is_plain(dense_in, nn.Linear) and is_plain(dense_out, nn.Linear):
         return op(x, dense_in.weight, dense_in.bias, dense_out.weight, dense_out.bias, activation)
+    if isinstance(activation, str) and activation in GELU_FORMS and quantized.may_fuse(dense_in, dense_out):
+        return quantized.feed_forward(x, dense_in, dense_out, FORMULAS[activation])
     return dense_out(get_activation(activation)(dense_in(x)))
 
 
