@@ -38,7 +38,7 @@ def quantize(model: Model, *, keep_weights: bool = True) -> Model:
             `save_pretrained` are those of the float model. An int8 copy, a byte for each weight, is made with the first
             call and again when a weight changes, be it by `load_state_dict` or `.to(dtype)`. False keeps the int8
             weights only, two bytes for each weight with the copy that oneDNN reads: there is no way back, the state
-            dict holds `weight_int8` and `weight_scale`, and `save_pretrained` of our models refuses.
+            dict holds the buffers of `bertfast.nn.QuantizedLinear`, and `save_pretrained` of our models refuses.
 
     Returns:
         `model`.

@@ -11,6 +11,8 @@ from bertfast.nn.plain import has_global_hooks, has_hooks
 from bertfast.ops import quantized_linear as int8
 from bertfast.ops._autocast import to_autocast
 
+_BUFFERS = ("weight_int8", "weight_scale", "weight_sum")
+
 
 class QuantizedLinear(nn.Module):
     """Takes the place of an `nn.Linear` in inference on the CPU; see `bertfast.quantize`.
@@ -19,8 +21,8 @@ class QuantizedLinear(nn.Module):
     the float model. The int8 copy of the weight lives outside the module, and is made with the first call and again
     after any change that `bertfast.prepacked` sees; `bertfast.refresh` is for others.
 
-    Without `keep_weight`, `weight` is None, and the buffers `weight_int8` (N, K) and `weight_scale` (N,), fp32 whatever
-    the module is moved to, are in its place.
+    Without `keep_weight`, `weight` is None, and in its place are the buffers `weight_int8` (N, K) and, in fp32 whatever
+    the module is cast to, `weight_scale` and `weight_sum` (N,).
     """
 
     def __init__(self, linear: nn.Linear, keep_weight: bool = True) -> None:
@@ -28,9 +30,9 @@ class QuantizedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.register_parameter("weight", linear.weight if keep_weight else None)
         self.register_parameter("bias", linear.bias)
-        values, scale = (None, None) if keep_weight else int8.quantize_weight(linear.weight)
-        self.register_buffer("weight_int8", values)
-        self.register_buffer("weight_scale", scale)
+        quantized = (None, None, None) if keep_weight else int8.quantize_weight(linear.weight)
+        for name, buffer in zip(_BUFFERS, quantized, strict=True):
+            self.register_buffer(name, buffer)
         self.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,10 +51,10 @@ class QuantizedLinear(nn.Module):
         return linear.train(self.training)
 
     def _apply(self, fn, recurse=True):
-        scale = self.weight_scale
+        kept = {name: buffer for name in _BUFFERS if (buffer := getattr(self, name)) is not None}
         super()._apply(fn, recurse)
-        if scale is not None:
-            self.weight_scale = scale.to(self.weight_scale.device)
+        for name, buffer in kept.items():
+            setattr(self, name, buffer.to(getattr(self, name).device))
         return self
 
     def extra_repr(self) -> str:
@@ -68,17 +70,18 @@ def may_fuse(*modules: nn.Module) -> bool:
     return not has_global_hooks()
 
 
-def _packed(parts: tuple[QuantizedLinear, ...]) -> int8.PackedWeight:
-    """The weights one below the other."""
+def _packed(parts: tuple[QuantizedLinear, ...]) -> int8.QuantizedWeight:
+    """The weights one below the other, as oneDNN lays them out."""
     if parts[0].weight is not None:
         return prepacked.copy_of(tuple(part.weight for part in parts), _quantized)
     values = prepacked.copy_of(tuple(part.weight_int8 for part in parts), int8.prepack)
-    return int8.PackedWeight(values, torch.cat([part.weight_scale for part in parts]))
+    scale, total = (torch.cat([getattr(part, name) for part in parts]) for name in _BUFFERS[1:])
+    return int8.QuantizedWeight(values, scale, total)
 
 
-def _quantized(weight: Tensor) -> int8.PackedWeight:
-    values, scale = int8.quantize_weight(weight)
-    return int8.PackedWeight(int8.prepack(values), scale)
+def _quantized(weight: Tensor) -> int8.QuantizedWeight:
+    quantized = int8.quantize_weight(weight)
+    return quantized._replace(values=int8.prepack(quantized.values))
 
 
 def _bias(parts: tuple[QuantizedLinear, ...]) -> Tensor | None:

@@ -1,12 +1,14 @@
 // What surrounds an int8 GEMM: rows to 8 bits with a scale each, and its product back to floating point, or through a
 // GELU to 8 bits again.
 //
-// A row x becomes round(x / scale) + 128 in uint8, scale = max|x| / 127: oneDNN multiplies unsigned by signed bytes and
-// takes the 128 back exactly. A row that holds NaN or infinity gets the scale NaN, and so a result of NaN.
+// A row x becomes round(x / s) + z in uint8: s such that its range, which 0 belongs to, has 255 steps, and z a whole
+// number, so that 0 stays 0. Values reach seldom as far on one side of 0 as on the other: those of a GELU, or of a
+// LayerNorm with an outlier, would lose up to a bit with a range that did. oneDNN multiplies unsigned by signed bytes
+// and takes one zero point for all rows, 128, which it subtracts exactly; the rest, c = (128 - z) s, costs c times the
+// sum of the weight's row. A row that holds NaN or infinity has the scale NaN, and so a result of NaN.
 //
 // Bytes moved, fp32: 5 K a row to 8 bits, 8 N a row of the product to fp32. The intermediate of a feed-forward is read
-// once as fp32 and written once as bytes, 5 F, where eager PyTorch would take 8 F to scale it, 8 F for the GELU, and 5
-// F.
+// once as fp32 and written once as bytes, 5 F; with a tensor between it would be 18 F.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -28,42 +30,65 @@
 namespace bertfast {
 namespace {
 
-constexpr float kLargest = 127.0f;
-// Rows below it count as zeros: the reciprocal of their scale would overflow.
+constexpr float kSteps = 255.0f;
+constexpr int32_t kZeroPoint = 128;
+// A row with a smaller scale counts as zeros: the reciprocal would overflow.
 constexpr float kSmallest = 0x1.0p-120f;
 
-// 8-bit rows (rows, width) with a scale each.
+// Bits of floats as integers in the order of their values, and back. NaN lies beyond the infinities: a maximum of
+// floats may lose it, and is not vectorised either.
+BERTFAST_INLINE int32_t ordered(int32_t bits) {
+  return bits ^ ((bits >> 31) & 0x7fffffff);
+}
+
+constexpr int32_t kInfinity = 0x7f800000;
+
+// 8-bit rows (rows, width), and in `affine` (2, rows) their s, then their c.
 struct Quantized {
-  Tensor values, scales;
+  Tensor values, affine;
   uint8_t* bytes;
-  float* scale;
+  float *scale, *shift;
   int64_t width;
 
   Quantized(const Tensor& like, int64_t rows, int64_t width)
       : values(new_empty(like, {rows, width}, ScalarType::Byte)),
-        scales(new_empty(like, {rows}, ScalarType::Float)),
+        affine(new_empty(like, {2, rows}, ScalarType::Float)),
         bytes(values.mutable_data_ptr<uint8_t>()),
-        scale(scales.mutable_data_ptr<float>()),
+        scale(affine.mutable_data_ptr<float>()),
+        shift(scale + rows),
         width(width) {}
 
   BERTFAST_INLINE void store(int64_t row, const float* x) const {
-    // As integers magnitudes have the order of their values, and NaN is above infinity: no maximum of floats keeps it.
-    int32_t largest = 0;
-#pragma omp simd reduction(max : largest)
-    for (int64_t j = 0; j < width; ++j) largest = std::max(largest, bits_as<int32_t>(x[j]) & 0x7fffffff);
+    int32_t least = 0, greatest = 0;
+#pragma omp simd reduction(min : least) reduction(max : greatest)
+    for (int64_t j = 0; j < width; ++j) {
+      const int32_t key = ordered(bits_as<int32_t>(x[j]));
+      least = std::min(least, key);
+      greatest = std::max(greatest, key);
+    }
+    const bool finite = greatest < kInfinity && least > ordered(bits_as<int32_t>(0xff800000u));
+    const float low = bits_as<float>(ordered(least)), high = bits_as<float>(greatest);
+    const float s = high * (1.0f / kSteps) - low * (1.0f / kSteps);  // the difference may overflow
     uint8_t* target = bytes + row * width;
-    const float magnitude = bits_as<float>(largest);
-    if (largest >= 0x7f800000 || magnitude < kSmallest) {
-      std::fill(target, target + width, uint8_t{128});
-      scale[row] = largest >= 0x7f800000 ? std::numeric_limits<float>::quiet_NaN() : 0.0f;
+    if (!finite || s < kSmallest) {
+      std::fill(target, target + width, uint8_t{kZeroPoint});
+      scale[row] = finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
+      shift[row] = 0.0f;
       return;
     }
-    scale[row] = magnitude / kLargest;
-    const float inverse = kLargest / magnitude;
+    const float inverse = 1.0f / s;
+    const float zero = std::nearbyint(-low * inverse);
+    scale[row] = s;
+    shift[row] = (kZeroPoint - zero) * s;
     // The last bits of 1.5 * 2^23 + k are those of the integer k, and the sum rounds to it.
-    constexpr float kShift = 0x1.8p+23f + 128.0f;
+    constexpr float kRound = 0x1.8p+23f;
+    const auto first = bits_as<int32_t>(kRound);
+    const float offset = kRound + zero;
 #pragma omp simd
-    for (int64_t j = 0; j < width; ++j) target[j] = static_cast<uint8_t>(bits_as<uint32_t>(x[j] * inverse + kShift));
+    for (int64_t j = 0; j < width; ++j) {
+      const auto step = bits_as<int32_t>(x[j] * inverse + offset) - first;
+      target[j] = static_cast<uint8_t>(std::min(std::max(step, 0), 255));
+    }
   }
 };
 
@@ -81,47 +106,68 @@ std::tuple<Tensor, Tensor> quantize_rows(Tensor x) {
       for (int64_t i = begin; i < end; ++i) out.store(i, in.read(i, buffer.data()));
     });
   });
-  return {out.values, out.scales};
+  return {out.values, out.affine};
 }
 
-void check_product(const Tensor& product, const Tensor& scale, const std::optional<Tensor>& bias) {
-  STD_TORCH_CHECK(product.scalar_type() == ScalarType::Float && product.dim() == 2 && product.is_contiguous(),
-                  "product: expected a contiguous float32 matrix, got ",
-                  torch::headeronly::toString(product.scalar_type()), " of shape ", shape_of(product));
-  check_statistics("scale", scale, product.size(0));
-  STD_TORCH_CHECK(scale.is_contiguous(), "scale: expected a contiguous vector");
-  if (bias) check_vector("bias", *bias, product.size(1));
-}
+// product * s + c * sum + bias of one row.
+struct Affine {
+  Rows product;
+  const float *scale, *shift, *sum, *bias;
 
-// y = form(product * scale + bias) of one row.
-template <class Form>
-BERTFAST_INLINE void scaled_row(const float* product, float scale, const float* bias, int64_t width, float* y,
-                                const Form& form) {
-  if (bias) {
+  template <class Form>
+  BERTFAST_INLINE void row(int64_t i, float* y, const Form& form) const {
+    const float* p = product.read(i, nullptr);
+    const float *ps = sum, *pb = bias;
+    const float s = scale[i], c = shift[i];
+    if (pb) {
 #pragma omp simd
-    for (int64_t j = 0; j < width; ++j) y[j] = form(product[j] * scale + bias[j]);
-  } else {
+      for (int64_t j = 0; j < product.width; ++j) y[j] = form(p[j] * s + (c * ps[j] + pb[j]));
+    } else {
 #pragma omp simd
-    for (int64_t j = 0; j < width; ++j) y[j] = form(product[j] * scale);
+      for (int64_t j = 0; j < product.width; ++j) y[j] = form(p[j] * s + c * ps[j]);
+    }
   }
-}
+};
 
-Tensor scale_rows(Tensor product, Tensor scale, std::optional<Tensor> bias, ScalarType dtype) {
-  check_product(product, scale, bias);
+// What a call reads, checked and as fp32.
+class Inputs {
+ public:
+  Inputs(const Tensor& product, const Tensor& affine, const Tensor& sum, const std::optional<Tensor>& bias)
+      : product_(product), affine_(affine), sum_(sum), bias_(bias) {
+    STD_TORCH_CHECK(product.scalar_type() == ScalarType::Float && product.dim() == 2 && product.is_contiguous(),
+                    "product: expected a contiguous float32 matrix, got ",
+                    torch::headeronly::toString(product.scalar_type()), " of shape ", shape_of(product));
+    check_statistics("affine", affine, 2 * product.size(0));
+    STD_TORCH_CHECK(affine.is_contiguous(), "affine: expected it contiguous");
+    check_vector("sum", sum, product.size(1));
+    if (bias) check_vector("bias", *bias, product.size(1));
+  }
+
+  int64_t rows() const { return product_.size(0); }
+  int64_t width() const { return product_.size(1); }
+  Affine affine() const {
+    const float* scale = affine_.const_data_ptr<float>();
+    return {Rows(product_, width()), scale, scale + rows(), sum_.data(), bias_.data()};
+  }
+
+ private:
+  Tensor product_, affine_;
+  FloatVector sum_, bias_;
+};
+
+Tensor scale_rows(Tensor product, Tensor affine, Tensor sum, std::optional<Tensor> bias, ScalarType dtype) {
+  const Inputs inputs(product, affine, sum, bias);
   check_float_type("dtype", dtype);
-  const int64_t rows = product.size(0), width = product.size(1);
-  const Tensor out = new_empty(product, {rows, width}, dtype);
-  const FloatVector biases(bias);
-  const Rows in(product, width);
+  const int64_t width = inputs.width();
+  const Tensor out = new_empty(product, {inputs.rows(), width}, dtype);
+  const Affine rows = inputs.affine();
   const MutableRows target(out, width);
-  const float* scales = scale.const_data_ptr<float>();
-  parallel_rows(rows, width, [&](int64_t begin, int64_t end) {
+  parallel_rows(inputs.rows(), width, [&](int64_t begin, int64_t end) {
     std::vector<float> buffer(width);
     with_best_isa([&]() __attribute__((always_inline)) {
       for (int64_t i = begin; i < end; ++i) {
         float* y = target.target(i, buffer.data());
-        scaled_row(in.read(i, nullptr), scales[i], biases.data(), width, y,
-                   [](float v) __attribute__((always_inline)) { return v; });
+        rows.row(i, y, [](float v) __attribute__((always_inline)) { return v; });
         target.store(i, y);
       }
     });
@@ -130,37 +176,31 @@ Tensor scale_rows(Tensor product, Tensor scale, std::optional<Tensor> bias, Scal
 }
 
 template <class Form>
-void gelu_rows(const Rows& product, const float* scales, const float* bias, int64_t rows, const Quantized& out,
-               const Form& form) {
-  const int64_t width = out.width;
-  parallel_rows(rows, width, [&](int64_t begin, int64_t end) {
-    std::vector<float> buffer(width);
+void quantize_gelu(const Affine& in, int64_t rows, const Quantized& out, const Form& form) {
+  parallel_rows(rows, out.width, [&](int64_t begin, int64_t end) {
+    std::vector<float> buffer(out.width);
     with_best_isa([&]() __attribute__((always_inline)) {
       for (int64_t i = begin; i < end; ++i) {
-        scaled_row(product.read(i, nullptr), scales[i], bias, width, buffer.data(), form);
+        in.row(i, buffer.data(), form);
         out.store(i, buffer.data());
       }
     });
   });
 }
 
-std::tuple<Tensor, Tensor> scale_rows_gelu(Tensor product, Tensor scale, std::optional<Tensor> bias,
+std::tuple<Tensor, Tensor> scale_rows_gelu(Tensor product, Tensor affine, Tensor sum, std::optional<Tensor> bias,
                                            std::string activation) {
-  check_product(product, scale, bias);
+  const Inputs inputs(product, affine, sum, bias);
   STD_TORCH_CHECK(activation == "gelu" || activation == "gelu_tanh", "activation: expected gelu or gelu_tanh, got ",
                   activation);
-  const int64_t rows = product.size(0), width = product.size(1);
-  const Quantized out(product, rows, width);
-  const FloatVector biases(bias);
-  const Rows in(product, width);
-  const float* scales = scale.const_data_ptr<float>();
+  const Quantized out(product, inputs.rows(), inputs.width());
+  const Affine in = inputs.affine();
   if (activation == "gelu_tanh") {
-    gelu_rows(in, scales, biases.data(), rows, out,
-              [](float v) __attribute__((always_inline)) { return gelu_tanh(v); });
+    quantize_gelu(in, inputs.rows(), out, [](float v) __attribute__((always_inline)) { return gelu_tanh(v); });
   } else {
-    gelu_rows(in, scales, biases.data(), rows, out, [](float v) __attribute__((always_inline)) { return gelu(v); });
+    quantize_gelu(in, inputs.rows(), out, [](float v) __attribute__((always_inline)) { return gelu(v); });
   }
-  return {out.values, out.scales};
+  return {out.values, out.affine};
 }
 
 }  // namespace
