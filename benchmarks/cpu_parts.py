@@ -71,7 +71,7 @@ class Products:
     def __init__(self, model: nn.Module, tokens: int):
         self._layers = []
         for layer in layers_of(model):
-            query, key, value, attention_out, _, ffn_in, ffn_out, _ = layer._leaves()
+            query, key, value, attention_out, _, ffn_in, ffn_out, _ = layer.leaves()
             groups = ((query, key, value), (attention_out,), (ffn_in,), (ffn_out,))
             self._layers.append([_reordered(group) for group in groups])
         self.x = torch.randn(tokens, query.in_features, dtype=query.weight.dtype)
@@ -164,7 +164,7 @@ def host(timer: Timer) -> Iterator[Line]:
     model, batch = contest.contestants[OURS]().modules[0].eval(), contest.inputs[0]
     products = Products(model, cell.length)
     layers = layers_of(model)
-    norm, heads = layers[0]._leaves()[4], layers[0].num_heads
+    norm, heads = layers[0].leaves()[4], layers[0].num_heads
     query, key, value = torch.randn(3, 1, cell.length, heads, products.x.shape[-1] // heads).transpose(2, 3).unbind(0)
     ops = torch.ops.bertfast
 

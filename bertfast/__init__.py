@@ -10,6 +10,7 @@ from bertfast.backends import BackendError, use_backend
 from bertfast.configuration import PRESETS, BertConfig, DistilBertConfig, PretrainedConfig, RobertaConfig
 from bertfast.errors import CheckpointError
 from bertfast.models import *  # noqa: F403
+from bertfast.quantization import dequantize, quantize
 from bertfast.swap import SwapError, SwapReport, accelerate, register_attention, restore
 from bertfast.tokenization import Tokenizer
 from bertfast.weight_cache import refresh
@@ -28,10 +29,12 @@ __all__ = [
     "SwapReport",
     "Tokenizer",
     "accelerate",
+    "dequantize",
     "models",
     "nn",
     "ops",
     "packing",
+    "quantize",
     "refresh",
     "register_attention",
     "restore",

@@ -19,6 +19,7 @@ from bertfast.errors import CheckpointError
 from bertfast.hub import HubOptions, Repository
 from bertfast.models.auto import AutoModel
 from bertfast.models.base import PreTrainedModel
+from bertfast.quantization import quantize
 from bertfast.tokenization import Tokenizer
 
 POOLING_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens")  # the order in which sentence-transformers joins them
@@ -217,6 +218,7 @@ class Encoder:
         device: str | torch.device = "cpu",
         token_budget: int = TOKEN_BUDGET,
         max_length: int | None = None,
+        int8: bool = False,
     ) -> Encoder:
         """Loads all three of a local folder or a hub repository, and the prompt that it publishes.
 
@@ -225,10 +227,12 @@ class Encoder:
             pooling, normalize: None takes what the checkpoint publishes (see `Pooling.from_pretrained`).
             dtype, device: what the model computes in, and where.
             token_budget, max_length: as the class.
+            int8: quantise the model and drop its weights (see `bertfast.quantize`); on the CPU.
 
         Raises:
             CheckpointError: no such checkpoint, a damaged file, or a pooling that is not served.
-            ValueError: as the class.
+            ValueError: as the class, or `int8` on another device.
+            BackendError: `int8` on a machine that has no int8 products.
         """
         rule = Pooling.from_pretrained(path_or_id, pooling)
         if normalize is not None:
@@ -239,6 +243,8 @@ class Encoder:
         prompt = (published.get("prompts") or {}).get(published.get("default_prompt_name")) or ""
         tokenizer = Tokenizer.from_pretrained(path_or_id, subfolder=subfolder)
         model = AutoModel.from_pretrained(path_or_id, subfolder=subfolder, dtype=dtype).to(device)
+        if int8:
+            quantize(model, keep_weights=False)
         return cls(model, tokenizer, rule, token_budget=token_budget, max_length=max_length, prompt=prompt)
 
     @property

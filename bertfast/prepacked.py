@@ -19,6 +19,8 @@ import functools
 import os
 import threading
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,17 +30,18 @@ from bertfast.freshness import Facts, facts_of
 
 SAMPLES = 64
 _POST_OPS = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), None: ("none", "")}
-_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
+_DTYPES = frozenset({torch.float32, torch.bfloat16})
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a value
 
 
 class _Entry:
-    """A reordered copy of weights that lie one below the other, and what they were. Holds them weakly."""
+    """A copy of weights that lie one below the other, and what they were. Holds them weakly."""
 
-    def __init__(self, weights: tuple[nn.Parameter, ...], on_death) -> None:
+    def __init__(self, weights: tuple[Tensor, ...], on_death) -> None:
         self.references = [weakref.ref(weight, on_death) for weight in weights]
         self.facts: list[Facts] = []
         self.samples: list[Tensor] = []
-        self.copy: Tensor | None = None
+        self.copy: Any = None
 
     def is_fresh(self, weights: tuple[Tensor, ...]) -> bool:
         if [facts_of(weight) for weight in weights] != self.facts:
@@ -49,16 +52,15 @@ class _Entry:
                 return False
         return True
 
-    def fill(self, weights: tuple[nn.Parameter, ...]) -> None:
+    def fill(self, weights: tuple[Tensor, ...], make: Callable[[Tensor], Any]) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            whole = weights[0].detach() if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])
-            self.copy = torch.ops.mkldnn._reorder_linear_weight(whole)
+            self.copy = make(weights[0].detach() if len(weights) == 1 else torch.cat([w.detach() for w in weights]))
             self.samples = [_samples(weight).clone() for weight in weights]
             # Last: a copy that fails is made again.
             self.facts = [facts_of(weight) for weight in weights]
 
 
-_entries: dict[tuple[int, ...], _Entry] = {}
+_entries: dict[tuple, _Entry] = {}
 _lock = threading.Lock()
 
 
@@ -80,8 +82,11 @@ def _samples(weight: Tensor) -> Tensor:
 
 
 def _is_equal(samples: Tensor, known: Tensor) -> bool:
+    if torch.equal(samples, known):
+        return True
     # NaN equals itself as bits only.
-    return torch.equal(samples, known) or torch.equal(samples.view(_BITS[known.dtype]), known.view(_BITS[known.dtype]))
+    bits = _BITS[known.element_size()]
+    return torch.equal(samples.view(bits), known.view(bits))
 
 
 def product(x: Tensor, copy: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
@@ -98,7 +103,7 @@ def _works(dtype: torch.dtype) -> bool:
             return False
         x = torch.eye(16, dtype=dtype, device="cpu")
         with torch.inference_mode(False), torch.no_grad():
-            out = product(x, torch.ops.mkldnn._reorder_linear_weight(x), None, "gelu")
+            out = product(x, _reordered(x), None, "gelu")
         return bool((out.diagonal() > 0.8).all())
     except (AttributeError, RuntimeError, TypeError):
         return False
@@ -107,7 +112,7 @@ def _works(dtype: torch.dtype) -> bool:
 def _is_inference(x: Tensor) -> bool:
     return (
         type(x) is Tensor
-        and x.dtype in _BITS
+        and x.dtype in _DTYPES
         and x.device.type == "cpu"
         and x.numel() > 0
         and not is_traced(x)
@@ -119,24 +124,21 @@ def _is_inference(x: Tensor) -> bool:
     )
 
 
-def _is_weight_of(x: Tensor, weight: Tensor) -> bool:
+def _is_fit(weight: Tensor) -> bool:
     return (
         type(weight) is nn.Parameter
-        and weight.dtype == x.dtype
-        and weight.device == x.device
+        and weight.device.type == "cpu"
         and weight.dim() == 2
-        and weight.shape[1] == x.shape[-1]
         and weight.is_contiguous()
         and weight.numel() > 0
     )
 
 
-def _is_bias_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    if bias is None:
-        return True
-    return (
-        bias.dtype == x.dtype
-        and bias.device == x.device
+def _is_bias_of(weight: Tensor, bias: Tensor | None) -> bool:
+    # oneDNN reads a bias as it would lie in memory if it were contiguous and of the right size.
+    return bias is None or (
+        bias.dtype == weight.dtype
+        and bias.device == weight.device
         and bias.dim() == 1
         and bias.shape[0] == weight.shape[0]
         and bias.is_contiguous()
@@ -164,9 +166,11 @@ def linear(
         return None
     bias = biases[0]
     for weight, own in zip(weights, biases, strict=True):
-        if (own is None) != (bias is None) or not _is_bias_of(x, weight, own):
+        if weight.shape[-1] != x.shape[-1] or weight.dtype != x.dtype:
             return None
-    copy = _copy_of(x, weights)
+        if (own is None) != (bias is None) or not _is_bias_of(weight, own):
+            return None
+    copy = copy_of(weights, _reordered, _is_fit)
     if copy is None:
         return None
     if bias is not None and len(biases) > 1:
@@ -174,19 +178,24 @@ def linear(
     return product(x, copy, bias, activation)
 
 
-def _copy_of(x: Tensor, weights: tuple[Tensor, ...]) -> Tensor | None:
-    """None for weights that have none, or none for `x`."""
-    key = tuple([id(weight) for weight in weights])
+def _reordered(weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight)
+
+
+def copy_of(
+    weights: tuple[Tensor, ...], make: Callable[[Tensor], Any], is_fit: Callable[[Tensor], bool] | None = None
+) -> Any:
+    """What `make` makes of contiguous weights of one width, one below the other: kept, and made again where they are
+    not what they were. Each `make` has copies of its own. None unless all weights are fit, which is asked for those
+    only that have no copy."""
+    key = (make, *[id(weight) for weight in weights])
     with _lock:
         entry = _entries.get(key)
-        if entry is not None and entry.is_fresh(weights):
-            # Weights of these facts were fit for a copy; that they fit `x` too is left.
-            shape, dtype = weights[0].shape, weights[0].dtype
-            return entry.copy if shape[1] == x.shape[-1] and dtype == x.dtype else None
-        if not all(_is_weight_of(x, weight) for weight in weights):
-            return None
-        entry = _entries[key] = _Entry(weights, lambda reference: _entries.pop(key, None))
-        entry.fill(weights)
+        if entry is None or not entry.is_fresh(weights):
+            if is_fit is not None and not all(map(is_fit, weights)):
+                return None
+            entry = _entries[key] = _Entry(weights, lambda reference: _entries.pop(key, None))
+            entry.fill(weights, make)
         return entry.copy
 
 

@@ -53,7 +53,7 @@ def test_every_part_has_its_lines(part, contestants, shapes, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert all(target.part in shown for target in TARGETS if target.part == part)
     if part == "int8":
-        assert all("cosine of tokens with fp32 0.99" in line["note"] for line in lines)
+        assert all(float(line["note"].split()[-1]) > 0.98 for line in lines)
 
 
 def test_a_contestant_that_is_wrong_has_no_line(tmp_path, capsys, monkeypatch):

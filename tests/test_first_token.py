@@ -183,7 +183,7 @@ def test_compiled(mask):
 def test_attention_of_first_tokens_with_a_mask_of_rows():
     layer = BertEncoderLayer(32, 4, 64).eval().double()
     x, mask = torch.randn(2, 5, 32, dtype=torch.float64), torch.randn(2, 4, 5, 5, dtype=torch.float64)
-    projections = layer._leaves()[:3]
+    projections = layer.leaves()[:3]
     expected, weights = self_attention(x, *projections, 8, attn_mask=mask, need_weights=True)
     got, first = self_attention(x, *projections, 8, attn_mask=mask, need_weights=True, first_tokens=x[:, :1])
     assert_close(got, expected[:, :1], "context")

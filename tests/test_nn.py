@@ -186,7 +186,7 @@ def as_torch_layer(layer, activation=F.gelu, eps=1e-12):
         batch_first=True,
         dtype=torch.float64,
     )
-    query, key, value, attention_out, attention_norm, ffn_in, ffn_out, ffn_norm = layer._leaves()
+    query, key, value, attention_out, attention_norm, ffn_in, ffn_out, ffn_norm = layer.leaves()
     with torch.no_grad():
         stock.self_attn.in_proj_weight.copy_(torch.cat([query.weight, key.weight, value.weight]))
         stock.self_attn.in_proj_bias.copy_(torch.cat([query.bias, key.bias, value.bias]))

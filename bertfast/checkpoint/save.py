@@ -18,6 +18,7 @@ from torch import Tensor
 from bertfast.checkpoint.files import INDEX_SUFFIX, PICKLE_NAME, SAFETENSORS_NAME
 from bertfast.configuration import CONFIG_NAME
 from bertfast.errors import CheckpointError
+from bertfast.quantization import check_weights
 
 if TYPE_CHECKING:
     from bertfast.models.base import PreTrainedModel
@@ -47,8 +48,10 @@ def save_pretrained(
 
     Raises:
         CheckpointError: `directory` is a file.
-        ValueError: the configuration holds something that JSON cannot.
+        ValueError: the configuration holds something that JSON cannot, or `bertfast.quantize` dropped the weights.
     """
+    if state_dict is None:
+        check_weights(model, "cannot be saved")
     folder = Path(directory)
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file; expected a folder to save into")

@@ -13,17 +13,18 @@ from bertfast.cli.console import device_of, device_option, dtype_option, json_op
 @click.option(
     "--rounds", type=click.IntRange(1), default=7, show_default=True, help="How often each timing is repeated."
 )
+@click.option("--int8", is_flag=True, help="Also our model with int8 layers (bertfast.quantize), on the CPU.")
 @dtype_option
 @device_option
 @json_option
-def check(path: str, source: str | None, rounds: int, dtype: str, device: str, as_json: bool) -> int:
+def check(path: str, source: str | None, rounds: int, int8: bool, dtype: str, device: str, as_json: bool) -> int:
     """Compare with stock transformers: error, speed, neighbours.
 
     PATH is a checkpoint's folder or hub id. Three parts: the error of both against transformers in float64; their
     speed on one sentence, on a full batch and on a batch of mixed lengths; the nearest neighbours of three sentences.
 
     The first 2,000 lines of the input are used, empty ones left out. Exit code 1 if our error is larger than twice
-    that of transformers (plus what rounding explains).
+    that of transformers (plus what rounding explains). The error of int8 layers is reported and not judged.
     """
     from bertfast.cli.lines import opened, read_lines
 
@@ -32,7 +33,9 @@ def check(path: str, source: str | None, rounds: int, dtype: str, device: str, a
 
         texts = comparison.take_texts(read_lines(file, source or "the bundled sentences"))
     with working(f"loading {path}") as show:
-        report = comparison.compare(path, texts, dtype=dtype, device=device_of(device), rounds=rounds, show=show)
+        report = comparison.compare(
+            path, texts, dtype=dtype, device=device_of(device), rounds=rounds, show=show, int8=int8
+        )
     if as_json:
         print_json(report)
     else:
@@ -62,9 +65,12 @@ def _print(report: dict) -> None:
     console.print(report["machine_line"], markup=False)
 
     accuracy = report["accuracy"]
-    table = section(f"Error against transformers in float64, {accuracy['tokens']:,} tokens", "", "largest", "RMS")
+    title = f"Error against transformers in float64, {accuracy['tokens']:,} tokens, and of the texts' vectors"
+    table = section(title, "", "largest", "RMS", "vectors' largest", "mean cosine", "worst cosine")
     for name, error in accuracy["errors"].items():
-        table.add_row(name, f"{error['max']:.3g}", f"{error['rms']:.3g}")
+        vectors = error["vectors"]
+        cosines = (f"{vectors[key]:.6f}" for key in ("mean_cosine", "worst_cosine"))
+        table.add_row(name, f"{error['max']:.3g}", f"{error['rms']:.3g}", f"{vectors['max']:.3g}", *cosines)
     console.print(table)
     console.print(
         f"{'PASS' if accuracy['passed'] else 'FAIL'}: bertfast {accuracy['errors']['bertfast']['max']:.3g}, "

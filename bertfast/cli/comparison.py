@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
@@ -11,10 +12,12 @@ from itertools import islice
 import torch
 
 from bertfast.benchmarks import measure
-from bertfast.encode import Encoder, pad
+from bertfast.encode import Encoder, Pooling, pad
+from bertfast.quantization import quantize
 
 MOST_TEXTS = 2000
 STOCK = ("eager", "sdpa")
+INT8 = "bertfast int8"
 BATCH_ROWS = 32
 FULL_ROWS = 16
 FULL_LENGTH = 128
@@ -36,7 +39,14 @@ def take_texts(lines: Iterable[str]) -> list[str]:
 
 
 def compare(
-    path: str, texts: Sequence[str], *, dtype: str, device: torch.device, rounds: int, show: Callable[[str], None]
+    path: str,
+    texts: Sequence[str],
+    *,
+    dtype: str,
+    device: torch.device,
+    rounds: int,
+    show: Callable[[str], None],
+    int8: bool = False,
 ) -> dict:
     """The report of `bertfast check` as plain data.
 
@@ -47,15 +57,19 @@ def compare(
         device: of all models.
         rounds: how often each timing is repeated.
         show: told what is being done.
+        int8: also our model after `bertfast.quantize`. Its error is reported, and is no part of what has to pass.
 
     Raises:
-        ValueError: transformers is not installed or cannot load the checkpoint.
+        ValueError: transformers is not installed or cannot load the checkpoint; `int8` on another device than the CPU.
+        BackendError: `int8` on a machine that has no int8 products.
     """
     _transformers()
     torch_dtype = getattr(torch, dtype)
     encoder = Encoder.from_pretrained(path, dtype=torch_dtype, device=device)
     stock = {name: _stock(path, torch_dtype, name, device) for name in STOCK}
     models = {**{f"stock {name}": model for name, model in stock.items()}, "bertfast": encoder.model}
+    if int8:
+        models[INT8] = quantize(copy.deepcopy(encoder.model), keep_weights=False)
     ids = encoder.token_ids(texts)
     shuffled = random.Random(0).sample(range(len(ids)), len(ids))
     mixed = [ids[i] for i in shuffled]
@@ -67,6 +81,7 @@ def compare(
             models,
             _stock(path, torch.float64, "eager", device),
             [_batch(rows, encoder, device) for rows in batches[:ACCURACY_BATCHES]],
+            encoder.pooling,
         )
         speed = []
         for name, rows in _cases(ids, mixed[:BATCH_ROWS], encoder.max_length).items():
@@ -112,29 +127,71 @@ def _batch(rows: Sequence[Sequence[int]], encoder: Encoder, device: torch.device
     return {"input_ids": input_ids.to(device), "attention_mask": attention_mask.to(device)}
 
 
-def _accuracy(models: dict, reference, batches: list[dict[str, torch.Tensor]]) -> dict:
-    squares = dict.fromkeys(models, 0.0)
-    largest = dict.fromkeys(models, 0.0)
-    scale, count, tokens = 0.0, 0, 0
+def _accuracy(models: dict, reference, batches: list[dict[str, torch.Tensor]], pooling: Pooling) -> dict:
+    token_errors = {name: _Errors() for name in models}
+    vector_errors = {name: _Errors() for name in models}
+    scale, tokens = 0.0, 0
     for batch in batches:
-        real = batch["attention_mask"].bool()
-        exact = reference(**batch).last_hidden_state[real]
-        scale, count, tokens = max(scale, exact.abs().max().item()), count + exact.numel(), tokens + len(exact)
+        mask = batch["attention_mask"]
+        real = mask.bool()
+        exact = reference(**batch).last_hidden_state
+        exact_vectors = pooling(exact, mask)
+        scale, tokens = max(scale, exact[real].abs().max().item()), tokens + int(real.sum())
         for name, model in models.items():
-            error = model(**batch).last_hidden_state[real].double() - exact
-            # Comparisons with NaN are false: without this, a model that gives NaN would have the error of the others.
-            error = error.nan_to_num(nan=torch.inf).abs()
-            largest[name] = max(largest[name], error.max().item())
-            squares[name] += error.square().sum().item()
+            hidden = model(**batch).last_hidden_state.double()
+            token_errors[name].add(hidden[real], exact[real])
+            vector_errors[name].add(pooling(hidden, mask), exact_vectors)
     noise_floor = 4 * torch.finfo(models["bertfast"].dtype).eps * scale
-    limit = 2 * max(error for name, error in largest.items() if name != "bertfast") + noise_floor
+    limit = 2 * max(errors.largest for name, errors in token_errors.items() if name.startswith("stock")) + noise_floor
     return {
         "tokens": tokens,
-        "errors": {name: {"max": largest[name], "rms": (squares[name] / count) ** 0.5} for name in models},
+        "errors": {
+            name: {
+                "max": errors.largest,
+                "rms": errors.rms,
+                "vectors": {
+                    "max": vector_errors[name].largest,
+                    "mean_cosine": vector_errors[name].mean_cosine,
+                    "worst_cosine": vector_errors[name].worst_cosine,
+                },
+            }
+            for name, errors in token_errors.items()
+        },
         "noise_floor": noise_floor,
         "limit": limit,
-        "passed": largest["bertfast"] <= limit < float("inf"),
+        "passed": token_errors["bertfast"].largest <= limit < float("inf"),
     }
+
+
+class _Errors:
+    """Of rows against exact ones: the largest and the root mean square of the values' errors, and the cosines."""
+
+    def __init__(self) -> None:
+        self.largest = self.squares = 0.0
+        self.count = 0
+        self.cosines: list[float] = []
+
+    def add(self, rows: torch.Tensor, exact: torch.Tensor) -> None:
+        """Takes rows (M, N) of any floating point dtype and the exact ones in fp64."""
+        # Comparisons with NaN are false: without this, a model that gives NaN would have the error of the others.
+        error = (rows.double() - exact).nan_to_num(nan=torch.inf).abs()
+        self.largest = max(self.largest, error.max().item())
+        self.squares += error.square().sum().item()
+        self.count += error.numel()
+        cosines = torch.nn.functional.cosine_similarity(rows.double(), exact, dim=-1)
+        self.cosines += cosines.nan_to_num(nan=-1.0).tolist()
+
+    @property
+    def rms(self) -> float:
+        return (self.squares / self.count) ** 0.5
+
+    @property
+    def mean_cosine(self) -> float:
+        return sum(self.cosines) / len(self.cosines)
+
+    @property
+    def worst_cosine(self) -> float:
+        return min(self.cosines)
 
 
 def _cases(ids: list[list[int]], mixed: list[list[int]], max_length: int | None) -> dict[str, list[list[int]]]:

@@ -5,6 +5,7 @@ from bertfast.nn.embeddings import FusedBertEmbeddings
 from bertfast.nn.encoder import BertEncoder, BertEncoderLayer
 from bertfast.nn.feed_forward import FusedFeedForward
 from bertfast.nn.layer_norm import FusedAddLayerNorm
+from bertfast.nn.quantized import QuantizedLinear
 
 __all__ = [
     "BertEncoder",
@@ -13,4 +14,5 @@ __all__ = [
     "FusedBertEmbeddings",
     "FusedFeedForward",
     "FusedSelfAttention",
+    "QuantizedLinear",
 ]

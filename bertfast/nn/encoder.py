@@ -55,7 +55,7 @@ class BertEncoderLayer(nn.Module):
         place(self, names.ffn_norm, FusedAddLayerNorm(hidden_size, eps, dropout))
         self._paths = tuple(path.split(".") for path in names)
 
-    def _leaves(self) -> list[nn.Module]:
+    def leaves(self) -> list[nn.Module]:
         """The children of `LayerNames`, looked up in every forward because adapters and quantisers replace them.
         Through `_modules`: `getattr` takes a detour over `Module.__getattr__` at each of some twenty steps."""
         leaves = []
@@ -92,7 +92,7 @@ class BertEncoderLayer(nn.Module):
         if first_token_only:
             packed = cu_seqlens is not None
             residual = hidden_states.index_select(1, cu_seqlens[:-1]) if packed else hidden_states[:, :1]
-        query, key, value, attention_out, attention_norm, ffn_in, ffn_out, ffn_norm = self._leaves()
+        query, key, value, attention_out, attention_norm, ffn_in, ffn_out, ffn_norm = self.leaves()
         context, weights = self_attention(
             hidden_states,
             query,

@@ -1,0 +1,137 @@
+"""`quantize` and `dequantize`: the linear layers of an encoder by int8 products, for inference on the CPU, and back.
+
+What is quantised are the query, key, value and output projections and the feed-forward of every encoder layer, nine
+tenths of a BERT's arithmetic on short texts. Embeddings, attention itself, LayerNorms, poolers and heads stay as they
+are. The arithmetic is that of `bertfast.ops.quantized_linear`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeVar
+
+from torch import nn
+
+from bertfast import prepacked
+from bertfast.backends import FLOAT, BackendError
+from bertfast.nn import BertEncoderLayer, FusedFeedForward, FusedSelfAttention
+from bertfast.nn.plain import is_plain
+from bertfast.nn.quantized import QuantizedLinear
+from bertfast.ops import quantized_linear
+from bertfast.swap.hf_layers import FusedLayer
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def quantize(model: Model, *, keep_weights: bool = True) -> Model:
+    """Puts a `bertfast.nn.QuantizedLinear` in the place of each linear layer of the encoder, in place.
+
+    The weights are rounded to int8 with a scale for each output, the inputs in each call with a scale for each token.
+    A quantised model is for inference: a call that needs a gradient is an error, so call it under
+    `torch.inference_mode()`. `torch.compile` leaves its int8 layers to eager PyTorch. What is quantised already stays
+    as it is.
+
+    Args:
+        model: one of our models, a model of transformers after `bertfast.accelerate`, or any module that holds layers
+            of `bertfast.nn`; on the CPU, in fp32, bf16 or fp16.
+        keep_weights: keep the weights, so that `dequantize` brings them back bit by bit, and `state_dict()` and
+            `save_pretrained` are those of the float model. An int8 copy, a byte for each weight, is made with the first
+            call and again when a weight changes, be it by `load_state_dict` or `.to(dtype)`. False keeps the int8
+            weights only, two bytes for each weight with the copy that oneDNN reads: there is no way back, the state
+            dict holds the buffers of `bertfast.nn.QuantizedLinear`, and `save_pretrained` of our models refuses.
+
+    Returns:
+        `model`.
+
+    Raises:
+        BackendError: this machine or this PyTorch has no int8 products.
+        TypeError: `model` is no module.
+        ValueError: there is no such layer in it, or one that cannot be quantised: on another device, of another dtype,
+            hooked, parametrised or wrapped (merge adapters first). The model is as it was.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    reason = quantized_linear.unavailable()
+    if reason is not None:
+        raise BackendError(f"no int8 on this machine: {reason}")
+    wanted = {id(leaf) for module in model.modules() for leaf in _linear_layers(module)}
+    if not wanted:
+        raise ValueError(
+            f"there is no encoder layer of bertfast in this {type(model).__name__}; "
+            "a model of transformers has them after bertfast.accelerate(model)"
+        )
+    places = [place for place in _places(model) if id(place[2]) in wanted]
+    found = {id(leaf): (name, leaf) for name, _, leaf in places if not isinstance(leaf, QuantizedLinear)}
+    refused = [f"  {name}: {why}" for name, leaf in found.values() if (why := _reason_against(leaf)) is not None]
+    if refused:
+        raise ValueError("\n".join(["these layers cannot be quantised:", *refused]))
+    _replace(places, {key: QuantizedLinear(leaf, keep_weights) for key, (_, leaf) in found.items()})
+    prepacked.forget({id(leaf.weight) for _, leaf in found.values()})
+    return model
+
+
+def dequantize(model: Model) -> Model:
+    """Undoes `quantize`, in place: each `nn.Linear` is back with the very same parameters.
+
+    Raises:
+        TypeError: `model` is no module.
+        ValueError: the weights were dropped. The model is as it was.
+
+    Returns:
+        `model`; one that is not quantised stays as it is.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    places = [place for place in _places(model) if isinstance(place[2], QuantizedLinear)]
+    check_weights(model, "cannot be restored")
+    _replace(places, {id(leaf): leaf.to_linear() for _, _, leaf in places})
+    prepacked.forget({id(leaf.weight) for _, _, leaf in places})
+    return model
+
+
+def check_weights(model: nn.Module, consequence: str) -> None:
+    """Raises the ValueError of a model whose weights were dropped."""
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear) and module.weight is None:
+            raise ValueError(f"{name} {consequence}: quantize(keep_weights=False) dropped its weight; load it again")
+
+
+def _linear_layers(module: nn.Module) -> tuple[nn.Module, ...]:
+    """The linear layers that `module` computes with itself."""
+    if isinstance(module, BertEncoderLayer):
+        query, key, value, attention_out, _, ffn_in, ffn_out, _ = module.leaves()
+        return query, key, value, attention_out, ffn_in, ffn_out
+    if isinstance(module, FusedLayer):
+        parts = module.parts(module)
+        return parts.query, parts.key, parts.value, parts.attention_out, parts.ffn_in, parts.ffn_out
+    if isinstance(module, FusedSelfAttention):
+        return module.query, module.key, module.value
+    if isinstance(module, FusedFeedForward):
+        return module.dense_in, module.dense_out
+    return ()
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str], nn.Module]]:
+    """Full name, parent with the child's name, and child, of all children inside; of shared ones each place."""
+    for path, parent in model.named_modules():
+        for name, child in parent._modules.items():
+            if child is not None:
+                yield f"{path}.{name}" if path else name, (parent, name), child
+
+
+def _replace(places: list, substitutes: dict[int, nn.Module]) -> None:
+    for _, (parent, name), leaf in places:
+        if id(leaf) in substitutes:
+            parent._modules[name] = substitutes[id(leaf)]
+
+
+def _reason_against(leaf: nn.Module) -> str | None:
+    if not is_plain(leaf, nn.Linear):
+        return f"a {type(leaf).__name__} that is no plain nn.Linear"
+    if leaf.weight.device.type != "cpu":
+        return f"on {leaf.weight.device}, int8 layers run on the CPU"
+    if leaf.weight.dtype not in FLOAT:
+        return f"{leaf.weight.dtype}, int8 layers are for fp32, bf16 and fp16".replace("torch.", "")
+    if not leaf.weight.is_contiguous():
+        return "a weight that is not contiguous"
+    return None
