@@ -16,7 +16,7 @@ import torch
 from bertfast import _extension, backends
 from bertfast.backends import OPS
 from bertfast.cli.params import parameter_table
-from bertfast.ops import _library
+from bertfast.ops import _library, quantized_linear
 from bertfast.tokenization import Tokenizer
 from helpers.command_line import bertfast, error_of, minilm, python, run_here, tiny_checkpoint, write_json
 
@@ -298,6 +298,26 @@ def test_check_on_the_real_checkpoint(tmp_path):
         assert 1 > query["nearest"][0]["cosine"] > query["nearest"][1]["cosine"]
         assert query["text"] not in [found["text"] for found in query["nearest"]]
     assert report["machine"]["torch_threads"] > 0 and str(report["machine"]["cores"]) in report["machine_line"]
+
+
+@pytest.mark.skipif(quantized_linear.unavailable() is not None, reason="no int8 on this machine")
+def test_check_of_int8_layers(tiny, tmp_path, capsys):
+    (tmp_path / "some.txt").write_text("the cat sat\nthe dog\n", encoding="utf-8")
+    arguments = ["check", tiny, "--rounds", 1, "--input", tmp_path / "some.txt", "--int8"]
+    done = run_here(capsys, *arguments, "--json")
+    assert done.returncode == 0, done
+    report = json.loads(done.stdout)
+    errors = report["accuracy"]["errors"]
+    assert list(errors) == ["stock eager", "stock sdpa", "bertfast", "bertfast int8"]
+    # Larger than any that may pass, and no part of what has to.
+    assert report["accuracy"]["limit"] < errors["bertfast int8"]["max"] < 0.5 and report["accuracy"]["passed"]
+    for name, error in errors.items():
+        vectors = error["vectors"]
+        assert 0.99 < vectors["worst_cosine"] <= vectors["mean_cosine"] < 1 + 1e-9
+        assert (vectors["mean_cosine"] < 1 - 1e-9) == (name == "bertfast int8")
+    assert all("bertfast int8" in case["timings"] for case in report["speed"])
+    shown = run_here(capsys, *arguments).stdout
+    assert "worst cosine" in shown and shown.count("bertfast int8") == 4
 
 
 def test_check_prints_its_verdict_and_takes_short_input(tiny, tmp_path, capsys):

@@ -12,6 +12,7 @@ import time
 import numpy as np
 import pytest
 
+from bertfast.ops import quantized_linear
 from helpers.command_line import ENVIRONMENT, bertfast, error_of, minilm, run_here, tiny_checkpoint
 
 
@@ -69,6 +70,17 @@ def test_options_and_standard_input(tiny, out):
     assert done.returncode == 0, done
     expected = Encoder.from_pretrained(tiny, pooling="mean", normalize=False, max_length=4).encode(lines)
     np.testing.assert_allclose(np.load(out), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.skipif(quantized_linear.unavailable() is not None, reason="no int8 on this machine")
+def test_int8(tiny, text, out, capsys):
+    from bertfast.encode import Encoder
+
+    done = run_here(capsys, "embed", tiny, "--input", text, "--output", out, "--int8")
+    assert done.returncode == 0, done
+    lines = text.read_text(encoding="utf-8").splitlines()
+    assert np.array_equal(np.load(out), Encoder.from_pretrained(tiny, int8=True).encode(lines))
+    assert not np.array_equal(np.load(out), Encoder.from_pretrained(tiny).encode(lines))
 
 
 def test_replaces_an_older_file_through_a_link_and_keeps_its_mode(tiny, text, out, capsys):

@@ -282,6 +282,33 @@ def test_varlen_attention(operator, dtype, dropout_p):
     opcheck(backward, (torch.randn_like(out), *inputs, ends, ends, seed, out, stats, *settings))
 
 
+@_each("quantize_rows")
+@pytest.mark.parametrize("shape", [(5, 7), (2, 3, 16), (9,), (0, 4)], ids=str)
+def test_quantize_rows(operator, shape):
+    opcheck(operator, (random(*shape, dtype=torch.bfloat16, seed=1, grad=False),))
+
+
+def _int8_arguments(rows, bias):
+    product, affine, *vectors = (
+        random(*shape, dtype=torch.float32, seed=1, grad=False) for shape in ((rows, 16), (2, rows), (16,), (16,))
+    )
+    return product, affine, vectors[0], vectors[1] if bias else None
+
+
+@_each("scale_rows")
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [5, 0])
+def test_scale_rows(operator, rows, bias):
+    opcheck(operator, (*_int8_arguments(rows, bias), torch.bfloat16))
+
+
+@_each("scale_rows_gelu")
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [5, 0])
+def test_scale_rows_gelu(operator, rows, bias):
+    opcheck(operator, (*_int8_arguments(rows, bias), "gelu"))
+
+
 CHECKED = {
     "add_layer_norm_fwd": ("triton", "cuda", "cpu"),
     "add_layer_norm_bwd": ("triton", "cuda", "cpu"),
@@ -297,6 +324,9 @@ CHECKED = {
     "attention_mask_bwd": ("triton", "cuda", "cpu"),
     "varlen_attention_fwd": ("triton", "cuda", "cpu"),
     "varlen_attention_bwd": ("triton", "cuda", "cpu"),
+    "quantize_rows": ("cpu",),
+    "scale_rows": ("cpu",),
+    "scale_rows_gelu": ("cpu",),
 }
 
 

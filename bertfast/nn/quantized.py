@@ -11,6 +11,7 @@ from bertfast.nn.plain import has_global_hooks, has_hooks
 from bertfast.ops import quantized_linear as int8
 from bertfast.ops._autocast import to_autocast
 
+_not_compiled = torch.compiler.disable(reason="int8 layers run as they are")
 _BUFFERS = ("weight_int8", "weight_scale", "weight_sum")
 
 
@@ -102,7 +103,7 @@ def _check(x: Tensor, parts: tuple[QuantizedLinear, ...]) -> None:
         raise RuntimeError("int8 layers cannot be exported or traced: bertfast.dequantize(model) first")
 
 
-@torch.compiler.disable
+@_not_compiled
 def joint(x: Tensor, parts: tuple[QuantizedLinear, ...]) -> Tensor:
     """The outputs of `parts` side by side, by one product: x (..., K) to (..., N_1 + N_2 + ...). The parts either all
     have a bias or none, and all a weight or none."""
@@ -111,7 +112,7 @@ def joint(x: Tensor, parts: tuple[QuantizedLinear, ...]) -> Tensor:
     return int8.linear(x, _packed(parts), _bias(parts))
 
 
-@torch.compiler.disable
+@_not_compiled
 def feed_forward(x: Tensor, dense_in: QuantizedLinear, dense_out: QuantizedLinear, activation: str) -> Tensor:
     """dense_out(activation(dense_in(x))) with an intermediate that goes from fp32 to int8.
 
