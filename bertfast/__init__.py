@@ -9,6 +9,7 @@ from bertfast import models, nn, ops, packing
 from bertfast.backends import BackendError, use_backend
 from bertfast.configuration import PRESETS, BertConfig, DistilBertConfig, PretrainedConfig, RobertaConfig
 from bertfast.errors import CheckpointError
+from bertfast.freezing import freeze, unfreeze
 from bertfast.models import *  # noqa: F403
 from bertfast.quantization import dequantize, quantize
 from bertfast.swap import SwapError, SwapReport, accelerate, register_attention, restore
@@ -30,6 +31,7 @@ __all__ = [
     "Tokenizer",
     "accelerate",
     "dequantize",
+    "freeze",
     "models",
     "nn",
     "ops",
@@ -38,6 +40,7 @@ __all__ = [
     "refresh",
     "register_attention",
     "restore",
+    "unfreeze",
     "use_backend",
     *models.__all__,
 ]

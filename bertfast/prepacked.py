@@ -30,7 +30,7 @@ from bertfast.freshness import Facts, facts_of
 
 SAMPLES = 64
 _POST_OPS = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), None: ("none", "")}
-_DTYPES = frozenset({torch.float32, torch.bfloat16})
+DTYPES = frozenset({torch.float32, torch.bfloat16})
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a value
 
 
@@ -96,14 +96,14 @@ def product(x: Tensor, copy: Tensor, bias: Tensor | None, activation: str | None
 
 
 @functools.cache
-def _works(dtype: torch.dtype) -> bool:
+def works(dtype: torch.dtype) -> bool:
     """Whether this PyTorch on this machine has the two operators for a dtype."""
     try:
         if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return False
         x = torch.eye(16, dtype=dtype, device="cpu")
         with torch.inference_mode(False), torch.no_grad():
-            out = product(x, _reordered(x), None, "gelu")
+            out = product(x, reordered(x), None, "gelu")
         return bool((out.diagonal() > 0.8).all())
     except (AttributeError, RuntimeError, TypeError):
         return False
@@ -112,7 +112,7 @@ def _works(dtype: torch.dtype) -> bool:
 def _is_inference(x: Tensor) -> bool:
     return (
         type(x) is Tensor
-        and x.dtype in _DTYPES
+        and x.dtype in DTYPES
         and x.device.type == "cpu"
         and x.numel() > 0
         and not is_traced(x)
@@ -120,7 +120,7 @@ def _is_inference(x: Tensor) -> bool:
         # The ops have cast their inputs by then; what has not been cast must be, by PyTorch's own.
         and not torch.is_autocast_enabled("cpu")
         and torch.backends.mkldnn.enabled
-        and _works(x.dtype)
+        and works(x.dtype)
     )
 
 
@@ -170,7 +170,7 @@ def linear(
             return None
         if (own is None) != (bias is None) or not _is_bias_of(weight, own):
             return None
-    copy = copy_of(weights, _reordered, _is_fit)
+    copy = copy_of(weights, reordered, _is_fit)
     if copy is None:
         return None
     if bias is not None and len(biases) > 1:
@@ -178,7 +178,8 @@ def linear(
     return product(x, copy, bias, activation)
 
 
-def _reordered(weight: Tensor) -> Tensor:
+def reordered(weight: Tensor) -> Tensor:
+    """A copy of a contiguous (N, K) weight in oneDNN's layout; `to_dense()` brings the same bits back."""
     return torch.ops.mkldnn._reorder_linear_weight(weight)
 
 

@@ -7,18 +7,16 @@ are. The arithmetic is that of `bertfast.ops.quantized_linear`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 from typing import TypeVar
 
 from torch import nn
 
-from bertfast import prepacked
+from bertfast import linear_layers
 from bertfast.backends import FLOAT, BackendError
-from bertfast.nn import BertEncoderLayer, FusedFeedForward, FusedSelfAttention
 from bertfast.nn.plain import is_plain
 from bertfast.nn.quantized import QuantizedLinear
 from bertfast.ops import quantized_linear
-from bertfast.swap.hf_layers import FusedLayer
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -49,24 +47,11 @@ def quantize(model: Model, *, keep_weights: bool = True) -> Model:
         ValueError: there is no such layer in it, or one that cannot be quantised: on another device, of another dtype,
             hooked, parametrised or wrapped (merge adapters first). The model is as it was.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     reason = quantized_linear.unavailable()
     if reason is not None:
         raise BackendError(f"no int8 on this machine: {reason}")
-    wanted = {id(leaf) for module in model.modules() for leaf in _linear_layers(module)}
-    if not wanted:
-        raise ValueError(
-            f"there is no encoder layer of bertfast in this {type(model).__name__}; "
-            "a model of transformers has them after bertfast.accelerate(model)"
-        )
-    places = [place for place in _places(model) if id(place[2]) in wanted]
-    found = {id(leaf): (name, leaf) for name, _, leaf in places if not isinstance(leaf, QuantizedLinear)}
-    refused = [f"  {name}: {why}" for name, leaf in found.values() if (why := _reason_against(leaf)) is not None]
-    if refused:
-        raise ValueError("\n".join(["these layers cannot be quantised:", *refused]))
-    _replace(places, {key: QuantizedLinear(leaf, keep_weights) for key, (_, leaf) in found.items()})
-    prepacked.forget({id(leaf.weight) for _, leaf in found.values()})
+    make = partial(QuantizedLinear, keep_weight=keep_weights)
+    linear_layers.substitute(model, QuantizedLinear, make, _reason_against, "quantised")
     return model
 
 
@@ -80,12 +65,10 @@ def dequantize(model: Model) -> Model:
     Returns:
         `model`; one that is not quantised stays as it is.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    places = [place for place in _places(model) if isinstance(place[2], QuantizedLinear)]
+    linear_layers.check_module(model)
+    found = [place for place in linear_layers.places(model) if isinstance(place[2], QuantizedLinear)]
     check_weights(model, "cannot be restored")
-    _replace(places, {id(leaf): leaf.to_linear() for _, _, leaf in places})
-    prepacked.forget({id(leaf.weight) for _, _, leaf in places})
+    linear_layers.replace(found, QuantizedLinear.to_linear)
     return model
 
 
@@ -94,35 +77,6 @@ def check_weights(model: nn.Module, consequence: str) -> None:
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLinear) and module.weight is None:
             raise ValueError(f"{name} {consequence}: quantize(keep_weights=False) dropped its weight; load it again")
-
-
-def _linear_layers(module: nn.Module) -> tuple[nn.Module, ...]:
-    """The linear layers that `module` computes with itself."""
-    if isinstance(module, BertEncoderLayer):
-        query, key, value, attention_out, _, ffn_in, ffn_out, _ = module.leaves()
-        return query, key, value, attention_out, ffn_in, ffn_out
-    if isinstance(module, FusedLayer):
-        parts = module.parts(module)
-        return parts.query, parts.key, parts.value, parts.attention_out, parts.ffn_in, parts.ffn_out
-    if isinstance(module, FusedSelfAttention):
-        return module.query, module.key, module.value
-    if isinstance(module, FusedFeedForward):
-        return module.dense_in, module.dense_out
-    return ()
-
-
-def _places(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str], nn.Module]]:
-    """Full name, parent with the child's name, and child, of all children inside; of shared ones each place."""
-    for path, parent in model.named_modules():
-        for name, child in parent._modules.items():
-            if child is not None:
-                yield f"{path}.{name}" if path else name, (parent, name), child
-
-
-def _replace(places: list, substitutes: dict[int, nn.Module]) -> None:
-    for _, (parent, name), leaf in places:
-        if id(leaf) in substitutes:
-            parent._modules[name] = substitutes[id(leaf)]
 
 
 def _reason_against(leaf: nn.Module) -> str | None:

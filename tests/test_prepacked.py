@@ -25,7 +25,7 @@ from helpers.op_cases import FeedForward, LinearGelu, QkvProjection, random
 from helpers.poison import LAYOUTS, poisoned_memory  # noqa: F401
 from helpers.tolerance import assert_parity
 
-DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if prepacked._works(dtype)]
+DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if prepacked.works(dtype)]
 pytestmark = [
     pytest.mark.usefixtures("poisoned_memory"),
     pytest.mark.skipif(not DTYPES, reason="this PyTorch has no oneDNN"),
@@ -176,7 +176,7 @@ def test_switched_off_with_onednn_and_under_transforms():
 
 
 def test_a_default_device_does_not_hide_the_operators():
-    prepacked._works.cache_clear()
+    prepacked.works.cache_clear()
     x, dense = torch.randn(3, 8), linear_of(8, 5)
     with torch.device("meta"):
         out = prepacked.linear(x, (dense.weight,), (dense.bias,))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from bertfast import ops, prepacked, reference
 from bertfast.backends import order_on
 from bertfast.dropout import apply_dropout
-from bertfast.nn import quantized
+from bertfast.nn import frozen, quantized
 from bertfast.nn.linear import linear, uses_prepacked
 from bertfast.nn.plain import is_plain
 
@@ -19,9 +19,10 @@ KERNELS = frozenset({"triton", "cuda"})
 def qkv_projection(hidden_states: Tensor, query: nn.Module, key: nn.Module, value: nn.Module) -> tuple[Tensor, ...]:
     """`ops.qkv_projection` over the weights of three linear modules; their calls where they are not plain, differ in
     form, or no backend has one product for all three, because an op of three calls costs more than they do."""
-    joint = quantized.qkv_projection(hidden_states, query, key, value)
-    if joint is not None:
-        return joint
+    for others in (quantized, frozen):
+        joint = others.qkv_projection(hidden_states, query, key, value)
+        if joint is not None:
+            return joint
     reordered = uses_prepacked(hidden_states)
     may_fuse = reordered or not KERNELS.isdisjoint(order_on(hidden_states.device.type))
     if may_fuse and is_plain(query, nn.Linear) and is_plain(key, nn.Linear) and is_plain(value, nn.Linear):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bertfast import ops, prepacked
 from bertfast.activations import FORMULAS, GELU_FORMS, Activation, get_activation
-from bertfast.nn import quantized
+from bertfast.nn import frozen, quantized
 from bertfast.nn.linear import linear, uses_prepacked
 from bertfast.nn.plain import is_plain
 
@@ -22,7 +22,7 @@ def feed_forward(
     activation: str | Activation,
     op: Callable[..., Tensor] = ops.feed_forward,
 ) -> Tensor:
-    """`op` over the weights of two linear modules, their int8 product, or their calls where they are neither."""
+    """`op` over the weights of two linear modules, what stands in the place of `nn.Linear`, or their calls."""
     if is_plain(dense_in, nn.Linear) and is_plain(dense_out, nn.Linear):
         if uses_prepacked(x) and isinstance(activation, str) and activation in GELU_FORMS:
             # The op would come to the same, behind checks that take as long as a small product.
@@ -30,8 +30,11 @@ def feed_forward(
             if hidden is not None:
                 return linear(hidden, dense_out)
         return op(x, dense_in.weight, dense_in.bias, dense_out.weight, dense_out.bias, activation)
-    if isinstance(activation, str) and activation in GELU_FORMS and quantized.may_fuse(dense_in, dense_out):
-        return quantized.feed_forward(x, dense_in, dense_out, FORMULAS[activation])
+    if isinstance(activation, str) and activation in GELU_FORMS:
+        if quantized.may_fuse(dense_in, dense_out):
+            return quantized.feed_forward(x, dense_in, dense_out, FORMULAS[activation])
+        if frozen.may_fuse(dense_in):
+            return dense_out(frozen.product(x, dense_in, FORMULAS[activation]))
     return dense_out(get_activation(activation)(dense_in(x)))
 
 

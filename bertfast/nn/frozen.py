@@ -1,0 +1,172 @@
+"""FrozenLinear: a linear layer whose weight exists in oneDNN's layout alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from bertfast import prepacked
+from bertfast.backends import is_traced, needs_grad
+from bertfast.nn.plain import has_global_hooks, has_hooks
+
+_WEIGHT = "weight"
+
+
+class _Joint:
+    """Reordered weights that lie one below the other."""
+
+    def __init__(self, parts: tuple[FrozenLinear, ...]) -> None:
+        self.copy = prepacked.reordered(torch.cat([part.weight for part in parts]))
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        return self.copy.to_dense()[start:stop]
+
+
+class FrozenLinear(nn.Module):
+    """Takes the place of an `nn.Linear` in inference on the CPU; see `bertfast.freeze`.
+
+    `weight` is a property: (N, K), made anew from the reordered weight, bit by bit what the linear layer had. State
+    dicts, `load_state_dict`, `.to(dtype)`, copies and pickles go by it. `bias` is the linear layer's.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._requires_grad = linear.weight.requires_grad
+        self.register_parameter("bias", linear.bias)
+        self._joint: tuple[_Joint, int] | None = None  # and the first of its rows that is ours
+        self._own: Tensor | None = None
+        self._set_weight(linear.weight)
+        self.train(linear.training)
+
+    @property
+    def weight(self) -> Tensor:
+        if self._own is not None:
+            return self._own.to_dense()
+        joint, start = self._joint
+        return joint.rows(start, start + self.out_features).clone()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _set_weight(self, weight: Tensor) -> None:
+        self._own, self._joint = prepacked.reordered(weight.detach().contiguous()), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., K) to (..., N).
+
+        Raises:
+            RuntimeError: a gradient is needed, or the call is recorded (`torch.export`, `torch.jit.trace`).
+            ValueError: `x` is not on the CPU, of another dtype than the weight or of another width.
+        """
+        return product(x, self)
+
+    def to_linear(self) -> nn.Linear:
+        """An `nn.Linear` with the same weight and the very same bias."""
+        linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        linear.weight, linear.bias = nn.Parameter(self.weight, self._requires_grad), self.bias
+        return linear.train(self.training)
+
+    def reordered_weight(self) -> Tensor:
+        """The weight of this layer alone; one that is a part of a joint weight gets a copy beside it."""
+        if self._own is None:
+            self._own = prepacked.reordered(self.weight)
+        return self._own
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        # In front of the bias, as in nn.Linear.
+        destination[prefix + _WEIGHT] = self.weight
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
+        super()._load_from_state_dict(state_dict, prefix, metadata, False, missing, unexpected, errors)
+        key, weight = prefix + _WEIGHT, state_dict.get(prefix + _WEIGHT)
+        if weight is None:
+            missing.extend([key] if strict else [])
+        elif tuple(weight.shape) != (self.out_features, self.in_features):
+            wanted = (self.out_features, self.in_features)
+            errors.append(f"size mismatch for {key}: copying {tuple(weight.shape)}, the shape of the layer is {wanted}")
+        else:
+            self._set_weight(weight.to(device="cpu", dtype=self.weight.dtype))
+
+    def _apply(self, fn, recurse=True):
+        weight = fn(self.weight)
+        if weight.device.type != "cpu" or weight.dtype not in prepacked.DTYPES:
+            raise RuntimeError(
+                f"a frozen layer cannot become {weight.dtype} on {weight.device}: bertfast.unfreeze(model) first"
+            )
+        self._set_weight(weight)
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self):
+        return {**self.__dict__, "_own": None, "_joint": None, _WEIGHT: self.weight}
+
+    def __setstate__(self, state):
+        weight = state.pop(_WEIGHT)
+        super().__setstate__(state)
+        self._set_weight(weight)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+def may_fuse(*modules: nn.Module) -> bool:
+    """Whether all are exactly a `FrozenLinear` with nothing attached to its call."""
+    for module in modules:
+        if type(module) is not FrozenLinear or has_hooks(module) or "forward" in module.__dict__:
+            return False
+    return not has_global_hooks()
+
+
+@torch.compiler.disable
+def product(x: Tensor, dense: FrozenLinear, activation: str | None = None) -> Tensor:
+    """activation(dense(x)) for the activations of `prepacked.linear`."""
+    _check(x, dense, (dense.bias,))
+    return prepacked.product(x, dense.reordered_weight(), dense.bias, activation)
+
+
+def qkv_projection(x: Tensor, query: nn.Module, key: nn.Module, value: nn.Module) -> tuple[Tensor, ...] | None:
+    """query(x), key(x) and value(x) as views of one product; None where they are not alike."""
+    return _joint_product(x, (query, key, value)) if may_fuse(query, key, value) else None
+
+
+@torch.compiler.disable
+def _joint_product(x: Tensor, parts: tuple[FrozenLinear, ...]) -> tuple[Tensor, ...] | None:
+    query = parts[0]
+    biases = [part.bias for part in parts]
+    if len({(bias is None, part.in_features) for bias, part in zip(biases, parts, strict=True)}) > 1:
+        return None
+    joint = query._joint[0] if query._joint else None
+    if joint is None or any(part._joint is None or part._joint[0] is not joint for part in parts):
+        joint = _join(parts)
+    _check(x, query, biases, joint.copy.dtype)
+    out = prepacked.product(x, joint.copy, None if biases[0] is None else torch.cat(biases))
+    return out.split([part.out_features for part in parts], -1)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _join(parts: tuple[FrozenLinear, ...]) -> _Joint:
+    joint, start = _Joint(parts), 0
+    for part in parts:
+        # In this order: another thread may read the weight meanwhile.
+        part._joint = joint, start
+        part._own = None
+        start += part.out_features
+    return joint
+
+
+def _check(x: Tensor, dense: FrozenLinear, biases, dtype: torch.dtype | None = None) -> None:
+    dtype = dtype or dense.reordered_weight().dtype
+    if x.device.type != "cpu" or x.dtype != dtype:
+        raise ValueError(
+            f"this layer is frozen in {dtype} on the CPU, got x in {x.dtype} on {x.device}; autocast does not change it"
+        )
+    if x.dim() == 0 or x.shape[-1] != dense.in_features:
+        raise ValueError(f"x must have shape (..., {dense.in_features}), got {tuple(x.shape)}")
+    if needs_grad(x, *biases):
+        raise RuntimeError(
+            "frozen layers have no gradients: call the model under torch.inference_mode() or torch.no_grad(), "
+            "or bertfast.unfreeze(model) to train it"
+        )
+    if is_traced(x):
+        raise RuntimeError("frozen layers cannot be exported or traced: bertfast.unfreeze(model) first")
