@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -11,7 +14,6 @@ from bertfast.nn.plain import has_global_hooks, has_hooks
 from bertfast.ops import quantized_linear as int8
 from bertfast.ops._autocast import to_autocast
 
-_not_compiled = torch.compiler.disable(reason="int8 layers run as they are")
 _BUFFERS = ("weight_int8", "weight_scale", "weight_sum")
 
 
@@ -103,7 +105,20 @@ def _check(x: Tensor, parts: tuple[QuantizedLinear, ...]) -> None:
         raise RuntimeError("int8 layers cannot be exported or traced: bertfast.dequantize(model) first")
 
 
-@_not_compiled
+def _uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`function`, at which `torch.compile` breaks the graph. Decorating it with `torch.compiler.disable` would import
+    Dynamo, and that Triton, with this module."""
+
+    @functools.wraps(function)
+    def run(*arguments):
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function, reason="int8 layers run as they are")(*arguments)
+        return function(*arguments)
+
+    return run
+
+
+@_uncompiled
 def joint(x: Tensor, parts: tuple[QuantizedLinear, ...]) -> Tensor:
     """The outputs of `parts` side by side, by one product: x (..., K) to (..., N_1 + N_2 + ...). The parts either all
     have a bias or none, and all a weight or none."""
@@ -112,7 +127,7 @@ def joint(x: Tensor, parts: tuple[QuantizedLinear, ...]) -> Tensor:
     return int8.linear(x, _packed(parts), _bias(parts))
 
 
-@_not_compiled
+@_uncompiled
 def feed_forward(x: Tensor, dense_in: QuantizedLinear, dense_out: QuantizedLinear, activation: str) -> Tensor:
     """dense_out(activation(dense_in(x))) with an intermediate that goes from fp32 to int8.
 
