@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
 from bertfast import prepacked
 from bertfast.backends import is_traced, needs_grad
-from bertfast.nn.plain import has_global_hooks, has_hooks
+from bertfast.nn.plain import are_untouched, uncompiled
 
 _WEIGHT = "weight"
 
@@ -109,15 +111,10 @@ class FrozenLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-def may_fuse(*modules: nn.Module) -> bool:
-    """Whether all are exactly a `FrozenLinear` with nothing attached to its call."""
-    for module in modules:
-        if type(module) is not FrozenLinear or has_hooks(module) or "forward" in module.__dict__:
-            return False
-    return not has_global_hooks()
+may_fuse = functools.partial(are_untouched, FrozenLinear)
 
 
-@torch.compiler.disable
+@uncompiled
 def product(x: Tensor, dense: FrozenLinear, activation: str | None = None) -> Tensor:
     """activation(dense(x)) for the activations of `prepacked.linear`."""
     _check(x, dense, (dense.bias,))
@@ -129,7 +126,7 @@ def qkv_projection(x: Tensor, query: nn.Module, key: nn.Module, value: nn.Module
     return _joint_product(x, (query, key, value)) if may_fuse(query, key, value) else None
 
 
-@torch.compiler.disable
+@uncompiled
 def _joint_product(x: Tensor, parts: tuple[FrozenLinear, ...]) -> tuple[Tensor, ...] | None:
     query = parts[0]
     biases = [part.bias for part in parts]

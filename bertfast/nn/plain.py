@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.modules import module as _module
@@ -42,6 +44,29 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
         and "forward" not in module.__dict__
         and not has_global_hooks()
     )
+
+
+def are_untouched(kind: type[nn.Module], *modules: nn.Module) -> bool:
+    """Whether all modules are exactly of a kind, ours, with nothing attached to their calls."""
+    for module in modules:
+        if type(module) is not kind or has_hooks(module) or "forward" in module.__dict__:
+            return False
+    return not has_global_hooks()
+
+
+def uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`function`, at which `torch.compile` breaks the graph. Decorating it with `torch.compiler.disable` would import
+    Dynamo, and that Triton, with the package."""
+
+    @functools.wraps(function)
+    def run(*arguments):
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function, reason="what stands in the place of nn.Linear runs as it is")(
+                *arguments
+            )
+        return function(*arguments)
+
+    return run
 
 
 def any_hooks(root: nn.Module, has: Callable[[nn.Module], bool] = has_hooks) -> bool:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from bertfast import prepacked
 from bertfast.backends import is_traced, needs_grad
-from bertfast.nn.plain import has_global_hooks, has_hooks
+from bertfast.nn.plain import are_untouched, uncompiled
 from bertfast.ops import quantized_linear as int8
 from bertfast.ops._autocast import to_autocast
 
@@ -65,12 +64,7 @@ class QuantizedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}{kept}"
 
 
-def may_fuse(*modules: nn.Module) -> bool:
-    """Whether all are exactly a `QuantizedLinear` with nothing attached to its call."""
-    for module in modules:
-        if type(module) is not QuantizedLinear or has_hooks(module) or "forward" in module.__dict__:
-            return False
-    return not has_global_hooks()
+may_fuse = functools.partial(are_untouched, QuantizedLinear)
 
 
 def _packed(parts: tuple[QuantizedLinear, ...]) -> int8.QuantizedWeight:
@@ -105,20 +99,7 @@ def _check(x: Tensor, parts: tuple[QuantizedLinear, ...]) -> None:
         raise RuntimeError("int8 layers cannot be exported or traced: bertfast.dequantize(model) first")
 
 
-def _uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`function`, at which `torch.compile` breaks the graph. Decorating it with `torch.compiler.disable` would import
-    Dynamo, and that Triton, with this module."""
-
-    @functools.wraps(function)
-    def run(*arguments):
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(function, reason="int8 layers run as they are")(*arguments)
-        return function(*arguments)
-
-    return run
-
-
-@_uncompiled
+@uncompiled
 def joint(x: Tensor, parts: tuple[QuantizedLinear, ...]) -> Tensor:
     """The outputs of `parts` side by side, by one product: x (..., K) to (..., N_1 + N_2 + ...). The parts either all
     have a bias or none, and all a weight or none."""
@@ -127,7 +108,7 @@ def joint(x: Tensor, parts: tuple[QuantizedLinear, ...]) -> Tensor:
     return int8.linear(x, _packed(parts), _bias(parts))
 
 
-@_uncompiled
+@uncompiled
 def feed_forward(x: Tensor, dense_in: QuantizedLinear, dense_out: QuantizedLinear, activation: str) -> Tensor:
     """dense_out(activation(dense_in(x))) with an intermediate that goes from fp32 to int8.
 
