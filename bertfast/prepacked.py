@@ -27,7 +27,7 @@ from bertfast.backends import is_traced, needs_grad
 from bertfast.freshness import Facts, facts_of
 
 SAMPLES = 64
-_POST_OPS = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), None: ("none", "")}
+ACTIVATIONS = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), None: ("none", "")}
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
 
@@ -79,7 +79,7 @@ def _samples(weight: Tensor) -> Tensor:
 
 
 def _product(x: Tensor, copy: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-    name, algorithm = _POST_OPS[activation]
+    name, algorithm = ACTIVATIONS[activation]
     return torch.ops.mkldnn._linear_pointwise(x, copy, bias, name, [], algorithm)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from bertfast import ops, reference
 from bertfast.backends import order_on
 from bertfast.dropout import apply_dropout
-from bertfast.nn.linear import uses_prepacked
+from bertfast.nn.linear import linear, uses_prepacked
 from bertfast.nn.plain import is_plain
 
 # The backends that compute query, key and value as one.
@@ -25,7 +25,7 @@ def qkv_projection(hidden_states: Tensor, query: nn.Module, key: nn.Module, valu
         missing = sum(bias is None for bias in biases)
         if one_shape and missing in (0, 3):
             return ops.qkv_projection(hidden_states, weights, None if missing else biases)
-    return query(hidden_states), key(hidden_states), value(hidden_states)
+    return linear(hidden_states, query), linear(hidden_states, key), linear(hidden_states, value)
 
 
 def self_attention(
