@@ -29,7 +29,7 @@ from bertfast.backends import is_traced, needs_grad
 from bertfast.freshness import Facts, facts_of
 
 SAMPLES = 64
-_POST_OPS = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), None: ("none", "")}
+ACTIVATIONS = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), None: ("none", "")}
 DTYPES = frozenset({torch.float32, torch.bfloat16})
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a value
 
@@ -91,7 +91,7 @@ def _is_equal(samples: Tensor, known: Tensor) -> bool:
 
 def product(x: Tensor, copy: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
     """activation(x W^T + bias) by a reordered copy of W."""
-    name, algorithm = _POST_OPS[activation]
+    name, algorithm = ACTIVATIONS[activation]
     return torch.ops.mkldnn._linear_pointwise(x, copy, bias, name, [], algorithm)
 
 

@@ -81,8 +81,24 @@ def _cuda(name, x):
     return y.view_as(x), dy.view_as(x)
 
 
+def _cpu(name, x):
+    """As `_cuda`, and by the passes alone: other loops, whose products and sums the compiler may fuse in other ways."""
+    column, one = x.reshape(-1, 1), torch.ones(1, 1, dtype=x.dtype)
+    y, pre = torch.ops.bertfast.linear_gelu_fwd_cpu(column, one, None, FORMULAS[name], None, 0.0, True)
+    dy, again, _ = torch.ops.bertfast.linear_gelu_bwd_cpu(
+        torch.ones_like(pre), pre, FORMULAS[name], None, 0.0, True, False
+    )
+    alone, _, _ = torch.ops.bertfast.linear_gelu_bwd_cpu(
+        torch.ones_like(pre), pre, FORMULAS[name], None, 0.0, False, False
+    )
+    of_a_row = torch.ops.bertfast.activation_fwd_cpu(x, FORMULAS[name], None, 0.0)
+    for value, same in ((y, again), (y, of_a_row.view_as(y)), (dy, alone)):
+        torch.testing.assert_close(same, value, rtol=2 * eps_of(x.dtype), atol=eps_of(torch.float32), equal_nan=True)
+    return of_a_row, dy.view_as(x)
+
+
 SERVED = {backend for backend, _ in backends_for("feed_forward")}
-KERNELS = [_cuda, *([_triton] if "triton" in SERVED else [])]
+KERNELS = [_cuda, *(kernel for kernel, backend in ((_triton, "triton"), (_cpu, "cpu")) if backend in SERVED)]
 IMPLEMENTATIONS = [_plain, *KERNELS]
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from bertfast import _extension, ops
+from helpers.tolerance import assert_within, eps_of
 
 pytestmark = pytest.mark.skipif(
     _extension.STATUS.state == "not_built", reason=f"no extension was built: {_extension.STATUS.reason}"
@@ -85,6 +88,63 @@ def test_results_do_not_depend_on_the_number_of_threads(rows, threads):
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 1000, 5000])
+def test_gradients_of_an_activation_do_not_depend_on_the_number_of_threads(rows, dtype, threads):
+    pre, dout = torch.randn(rows, 40, dtype=dtype), torch.randn(rows, 40, dtype=dtype)
+    results = []
+    for count in (1, 2, 5):
+        threads(count)
+        results.append(torch.ops.bertfast.linear_gelu_bwd_cpu(dout, pre, "gelu", torch.tensor([3]), 0.1, True, True))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 100, 1023, 1025, 20000])
+def test_sums_over_rows(rows):
+    """Of one sign, where a long chain of additions would lose most: not above the error of torch's sum and one rounding
+    of each of its stages."""
+    dout = torch.rand(rows, 33)
+    dpre, out, dbias = torch.ops.bertfast.linear_gelu_bwd_cpu(dout, dout, "linear", None, 0.0, False, True)
+    assert torch.equal(dpre, dout) and out.shape == (0,)
+    exact = dout.double().sum(0)
+    assert_within(dbias, [dout.sum(0)], exact, 3 * eps_of(torch.float32) * exact, f"{rows} rows")
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+@pytest.mark.parametrize("seed", [0, -1, 2**62 + 12345])
+def test_dropout_of_the_feed_forward_has_its_own_stream(seed, activation):
+    seed, x = torch.tensor([seed]), torch.ones(5, 33)
+    keep = ops.dropout_mask(seed, (5, 33), 0.3, "feed_forward") * torch.tensor(1 / 0.7, dtype=torch.float32)
+    out = torch.ops.bertfast.activation_fwd_cpu(x, "linear", seed, 0.3)
+    dpre, again, _ = torch.ops.bertfast.linear_gelu_bwd_cpu(x, x, "linear", seed, 0.3, True, False)
+    through, pre = torch.ops.bertfast.linear_gelu_fwd_cpu(x, torch.eye(33), None, "linear", seed, 0.3, True)
+    for dropped in (out, dpre, again, through):
+        assert torch.equal(dropped, keep)
+    assert torch.equal(pre, x)
+    lost = torch.ops.bertfast.activation_fwd_cpu(x * math.nan, activation, seed, 1.0)
+    assert torch.equal(lost, torch.zeros(5, 33))
+
+
+def test_activations_of_nothing():
+    for shape in ((2, 0, 5), (3, 0)):
+        pre = torch.empty(shape)
+        assert torch.ops.bertfast.activation_fwd_cpu(pre, "gelu", None, 0.0).shape == shape
+        dpre, out, dbias = torch.ops.bertfast.linear_gelu_bwd_cpu(pre, pre, "gelu", None, 0.0, True, True)
+        assert dpre.shape == out.shape == shape and torch.equal(dbias, torch.zeros(shape[-1]))
+
+
+def test_inputs_of_the_feed_forward_are_not_written():
+    x, weight, bias, dout = torch.randn(4, 8), torch.randn(5, 8), torch.randn(5), torch.randn(5, 4).t()
+    before = [t.clone() for t in (x, weight, bias, dout)]
+    _, pre = torch.ops.bertfast.linear_gelu_fwd_cpu(x, weight, bias, "gelu", None, 0.0, True)
+    torch.testing.assert_close(pre, torch.nn.functional.linear(x, weight, bias))
+    kept = pre.clone()
+    torch.ops.bertfast.activation_fwd_cpu(pre, "gelu", None, 0.0)
+    torch.ops.bertfast.linear_gelu_bwd_cpu(dout, pre, "gelu", torch.tensor([1]), 0.5, True, True)
+    assert all(torch.equal(*pair) for pair in zip((x, weight, bias, dout, pre), (*before, kept), strict=True))
+
+
 def test_no_rows():
     out, total, mean, rstd = forward(torch.empty(2, 0, 5))
     assert out.shape == total.shape == (2, 0, 5) and mean.shape == rstd.shape == (2, 0)
@@ -132,6 +192,24 @@ def test_inputs_of_any_strides_are_read_and_not_written():
 def test_errors_name_the_argument_what_was_expected_and_what_came(arguments, message):
     with pytest.raises(RuntimeError, match=message):
         forward(**{"x": torch.ones(2, 3), **arguments})
+
+
+def test_the_feed_forward_checks_its_arguments():
+    x = torch.ones(2, 3)
+    backward = torch.ops.bertfast.linear_gelu_bwd_cpu
+    for arguments, message in (
+        ((x.t(), x, "gelu", None, 0.0), r"dout: expected the shape of pre, \(2, 3\), got \(3, 2\)"),
+        ((x, x.double(), "gelu", None, 0.0), "pre: expected float32, bfloat16 or float16, got Double"),
+        ((x, x, "gleu", None, 0.0), "activation: expected a formula of bertfast.activations.FORMULAS, got gleu"),
+        ((x, x, "gelu", None, 1.5), r"dropout_p: expected a probability in \[0, 1\], got 1.5"),
+        ((x, x, "gelu", None, 0.5), "seed: expected an int64 tensor of one element with dropout, got None"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            backward(*arguments, True, True)
+    with pytest.raises(RuntimeError, match=r"weight: expected shape \(N, 3\), got \(5, 4\)"):
+        torch.ops.bertfast.linear_gelu_fwd_cpu(x, torch.ones(5, 4), None, "gelu", None, 0.0, True)
+    with pytest.raises(RuntimeError, match=r"pre: expected at least 1 dimension"):
+        torch.ops.bertfast.activation_fwd_cpu(torch.tensor(1.0), "gelu", None, 0.0)
 
 
 def test_backward_checks_its_arguments():

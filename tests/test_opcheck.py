@@ -121,8 +121,16 @@ def test_linear_gelu_fwd(operator, dtype, shape, layout, activation, bias):
     weight = random(7, shape[-1], dtype=dtype, seed=2, grad=False)
     bias = random(7, dtype=dtype, seed=3, grad=False) if bias else None
     opcheck(operator, (x, weight, bias, activation, None, 0.0, False))
-    if operator is not torch.ops.bertfast.linear_gelu_fwd_cpu:
-        opcheck(operator, (x, weight, bias, activation, seed_tensor(), 0.3, True))
+    opcheck(operator, (x, weight, bias, activation, seed_tensor(), 0.3, True))
+
+
+@_each("activation_fwd")
+@pytest.mark.parametrize(("shape", "layout"), LINEAR)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activation_fwd(operator, dtype, shape, layout):
+    pre = LAYOUTS[layout](random(*shape, dtype=dtype, seed=1, grad=False))
+    for dropout_p in (0.0, 0.3):
+        opcheck(operator, (pre, "gelu", seed_tensor() if dropout_p else None, dropout_p))
 
 
 @_each("linear_gelu_bwd")
@@ -302,10 +310,10 @@ def test_scale_rows(operator, rows, bias):
     opcheck(operator, (*_int8_arguments(rows, bias), torch.bfloat16))
 
 
-@_each("scale_rows_gelu")
+@_each("scale_rows_activation")
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rows", [5, 0])
-def test_scale_rows_gelu(operator, rows, bias):
+def test_scale_rows_activation(operator, rows, bias):
     opcheck(operator, (*_int8_arguments(rows, bias), "gelu"))
 
 
@@ -314,7 +322,8 @@ CHECKED = {
     "add_layer_norm_bwd": ("triton", "cuda", "cpu"),
     "linear_gelu_fwd": ("triton", "cuda", "cpu"),
     "linear_gelu_separate_fwd": ("cuda",),
-    "linear_gelu_bwd": ("triton", "cuda"),
+    "activation_fwd": ("cpu",),
+    "linear_gelu_bwd": ("triton", "cuda", "cpu"),
     "embed_layer_norm_fwd": ("triton", "cuda"),
     "embed_layer_norm_bwd": ("triton", "cuda"),
     "qkv_projection_fwd": ("triton", "cuda"),
@@ -326,7 +335,7 @@ CHECKED = {
     "varlen_attention_bwd": ("triton", "cuda", "cpu"),
     "quantize_rows": ("cpu",),
     "scale_rows": ("cpu",),
-    "scale_rows_gelu": ("cpu",),
+    "scale_rows_activation": ("cpu",),
 }
 
 

@@ -112,7 +112,7 @@ def test_feed_forward(dtype, shift, activation):
     first = packed(w_in)
     exact, noise = simulated(values, affine, int8.quantize_weight(w_in), b_in)
     product = int8._product(values, first.values, first.scale)
-    middle = int8.SCALE_ROWS_GELU(product, affine, first.sum, b_in, activation)
+    middle = int8.SCALE_ROWS_ACTIVATION(product, affine, first.sum, b_in, activation)
     form = "tanh" if activation == "gelu_tanh" else "none"
     # A GELU's slope is below 1.13.
     assert_quantized(*middle, F.gelu(exact, approximate=form), 1.13 * noise + 4 * ACC * exact.abs())
@@ -193,9 +193,9 @@ def test_wrong_arguments():
     with pytest.raises(RuntimeError, match=r"sum: expected shape \(5\), got \(4\)"):
         int8.SCALE_ROWS(product, affine, total[:4], None, torch.float32)
     with pytest.raises(RuntimeError, match=r"bias: expected shape \(5\)"):
-        int8.SCALE_ROWS_GELU(product, affine, total, torch.zeros(3), "gelu")
+        int8.SCALE_ROWS_ACTIVATION(product, affine, total, torch.zeros(3), "gelu")
     with pytest.raises(RuntimeError, match="activation: expected gelu or gelu_tanh, got relu"):
-        int8.SCALE_ROWS_GELU(product, affine, total, None, "relu")
+        int8.SCALE_ROWS_ACTIVATION(product, affine, total, None, "relu")
     with pytest.raises(RuntimeError, match="dtype: expected float32"):
         int8.SCALE_ROWS(product, affine, total, None, torch.float64)
 

@@ -35,7 +35,7 @@ def qkv_projection(hidden_states: Tensor, query: nn.Module, key: nn.Module, valu
         missing = sum(bias is None for bias in biases)
         if one_shape and missing in (0, 3):
             return ops.qkv_projection(hidden_states, weights, None if missing else biases)
-    return query(hidden_states), key(hidden_states), value(hidden_states)
+    return linear(hidden_states, query), linear(hidden_states, key), linear(hidden_states, value)
 
 
 def self_attention(

@@ -30,11 +30,10 @@ def feed_forward(
             if hidden is not None:
                 return linear(hidden, dense_out)
         return op(x, dense_in.weight, dense_in.bias, dense_out.weight, dense_out.bias, activation)
-    if isinstance(activation, str) and activation in GELU_FORMS:
-        if quantized.may_fuse(dense_in, dense_out):
-            return quantized.feed_forward(x, dense_in, dense_out, FORMULAS[activation])
-        if frozen.may_fuse(dense_in):
-            return dense_out(frozen.product(x, dense_in, FORMULAS[activation]))
+    if isinstance(activation, str) and activation in FORMULAS and quantized.may_fuse(dense_in, dense_out):
+        return quantized.feed_forward(x, dense_in, dense_out, FORMULAS[activation])
+    if isinstance(activation, str) and activation in GELU_FORMS and frozen.may_fuse(dense_in):
+        return dense_out(frozen.product(x, dense_in, FORMULAS[activation]))
     return dense_out(get_activation(activation)(dense_in(x)))
 
 

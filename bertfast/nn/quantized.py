@@ -113,7 +113,7 @@ def feed_forward(x: Tensor, dense_in: QuantizedLinear, dense_out: QuantizedLinea
     """dense_out(activation(dense_in(x))) with an intermediate that goes from fp32 to int8.
 
     Args:
-        activation: `"gelu"` or `"gelu_tanh"`.
+        activation: a value of `bertfast.activations.FORMULAS`.
     """
     _check(x, (dense_in, dense_out))
     (x,) = to_autocast(x)

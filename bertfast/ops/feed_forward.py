@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bertfast import gemm_forms
-from bertfast.activations import FORMULAS, GELU_FORMS, Activation, get_activation
+from bertfast.activations import FORMULAS, Activation, get_activation
 from bertfast.backends import FLOAT, HALF, Capability, choose, describe, needs_grad, register
 from bertfast.dropout import apply_dropout, check_probability, seed_for
 from bertfast.ops._autocast import to_autocast, without_autocast
@@ -38,13 +38,13 @@ def _backward(backend, activation, dropout_p, recompute, wanted, dout, x, w_in, 
     if not any(wanted[:4]):
         return None, None, None, None, db_out
     if recompute:
-        pre = F.linear(x, w_in, b_in)
-    dhidden, _ = linear_gradients(dout, pre, w_out, True, False)
+        pre = linear_on(backend, x, w_in, b_in)
+    dhidden, _ = linear_gradients(backend, dout, pre, w_out, True, False)
     dpre, hidden, db_in = BWD[backend](dhidden, pre, activation, seed, dropout_p, wants_w_out, wants_b_in)
     del pre, dhidden
-    _, dw_out = linear_gradients(dout, hidden, w_out, False, wants_w_out)
+    _, dw_out = linear_gradients(backend, dout, hidden, w_out, False, wants_w_out)
     del hidden
-    dx, dw_in = linear_gradients(dpre, x, w_in, wants_x, wants_w_in)
+    dx, dw_in = linear_gradients(backend, dpre, x, w_in, wants_x, wants_w_in)
     return dx, dw_in, db_in.to(w_in.dtype) if wants_b_in else None, dw_out, db_out
 
 
@@ -57,7 +57,7 @@ class _FeedForward(torch.autograd.Function):
         hidden, pre = forward(backend, x, w_in, b_in, activation, seed, dropout_p, not recompute)
         ctx.save_for_backward(x, w_in, b_in, w_out, seed, None if recompute else pre)
         ctx.backend, ctx.activation, ctx.dropout_p, ctx.recompute = backend, activation, dropout_p, recompute
-        return F.linear(hidden, w_out, b_out)
+        return linear_on(backend, hidden, w_out, b_out)
 
     @staticmethod
     def backward(ctx, dout):
@@ -191,9 +191,7 @@ register(
         _fused,
         devices=frozenset({"cpu"}),
         dtypes=FLOAT,
-        dropout=False,
-        backward=False,
-        features=frozenset(GELU_FORMS),
+        features=frozenset(FORMULAS),
         unavailable=extension_unavailable,
     )
 )

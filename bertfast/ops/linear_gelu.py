@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from bertfast import gemm_forms, prepacked
+from bertfast import gemm_forms, onednn, prepacked
 from bertfast.backends import FLOAT, HALF, Capability, choose, describe, is_transformed, needs_grad, register
 from bertfast.ops._autocast import to_autocast, without_autocast
 from bertfast.ops._checks import check_rank, check_required, check_same_dtype, check_shape, check_tensors
@@ -36,7 +36,7 @@ def _bwd_fake(dout, pre, activation, seed, dropout_p, need_out, has_bias):
 
 
 # dropout(activation(x weight^T + bias)): `activation` is a value of `bertfast.activations.FORMULAS`, the mask that of
-# the op feed_forward. `pre` is what the activation gets; on cpu always empty.
+# the op feed_forward. `pre` is what the activation gets.
 FWD_SIGNATURE = (
     "(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? seed, float dropout_p, bool need_pre)"
     " -> (Tensor out, Tensor pre)"
@@ -51,13 +51,20 @@ FWD = define(
 # The same by torch's GEMM and a pass over its product, whatever the sizes. It is what `cuda` has for fp32, for a weight
 # without unit stride, and for K and addresses of other than whole 16 bytes.
 SEPARATE_FWD = define("linear_gelu_separate_fwd", FWD_SIGNATURE, _fwd_fake, ("cuda",))["cuda"]
+# dropout(activation(pre)) alone, behind a GEMM that stands elsewhere.
+_ACTIVATION_FWD = define(
+    "activation_fwd",
+    "(Tensor pre, str activation, Tensor? seed, float dropout_p) -> Tensor",
+    lambda pre, activation, seed, dropout_p: pre.new_empty(pre.shape),
+    ("cpu",),
+)["cpu"]
 # The gradient of `pre`, `out` once more where it is needed, and the sum of the gradient over rows in fp32.
 BWD = define(
     "linear_gelu_bwd",
     "(Tensor dout, Tensor pre, str activation, Tensor? seed, float dropout_p, bool need_out, bool has_bias)"
     " -> (Tensor dpre, Tensor out, Tensor dbias)",
     _bwd_fake,
-    ("triton", "cuda"),
+    ("triton", "cuda", "cpu"),
     launcher="bias_activation",
 )
 
@@ -72,28 +79,64 @@ def forward(
     dropout_p: float,
     need_pre: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The op `FWD` of a backend, or `SEPARATE_FWD` where that is the better one of two; on `cpu` the weight's reordered
-    copy where there can be one."""
+    """The op `FWD` of a backend, or `SEPARATE_FWD` where that is the better one of two; on `cpu` by oneDNN's GEMM where
+    there can be one."""
+    arguments = x, weight, bias, activation, seed, dropout_p, need_pre
     if backend == "cpu":
-        out = prepacked.linear(x, (weight,), (bias,), activation)
-        if out is not None:
-            return out, out.new_empty(0)
+        return _forward_on_cpu(*arguments)
     separate = backend == "cuda" and gemm_forms.is_separate(x, weight.shape[0])
-    op = SEPARATE_FWD if separate else FWD[backend]
-    return op(x, weight, bias, activation, seed, dropout_p, need_pre)
+    return (SEPARATE_FWD if separate else FWD[backend])(*arguments)
 
 
-def linear_gradients(dpre: Tensor, x: Tensor, weight: Tensor, wants_x: bool, wants_weight: bool):
+def _forward_on_cpu(x, weight, bias, activation, seed, dropout_p, need_pre):
+    rides_along = activation in prepacked.ACTIVATIONS and dropout_p == 0.0 and not need_pre
+    out = prepacked.linear(x, (weight,), (bias,), activation if rides_along else None)
+    if rides_along and out is not None:
+        return out, out.new_empty(0)
+    pre = onednn.linear(x, weight, bias) if out is None else out
+    if pre is None:
+        return FWD["cpu"](x, weight, bias, activation, seed, dropout_p, need_pre)
+    return _ACTIVATION_FWD(pre, activation, seed, dropout_p), pre if need_pre else pre.new_empty(0)
+
+
+def linear_gradients(backend: str, dout: Tensor, x: Tensor, weight: Tensor, wants_x: bool, wants_weight: bool):
     """dx and dweight of x weight^T, each None unless wanted: plain GEMMs."""
-    dpre = rows_of(dpre)
-    dx = torch.mm(dpre, weight).reshape(x.shape) if wants_x else None
-    dweight = torch.mm(dpre.t(), rows_of(x)) if wants_weight else None
+    mm = onednn.mm if backend == "cpu" else torch.mm
+    dout = rows_of(dout)
+    dx = mm(dout, weight).reshape(x.shape) if wants_x else None
+    dweight = mm(dout.t(), rows_of(x)) if wants_weight else None
     return dx, dweight
 
 
+class _Linear(torch.autograd.Function):
+    """Differentiable any number of times: GEMMs of which a graph is recorded are torch's."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        return onednn.linear(x, weight, bias)
+
+    @staticmethod
+    @without_autocast
+    def backward(ctx, dout):
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+        gradients = linear_gradients("cpu", dout, x, weight, wants_x, wants_weight)
+        return *gradients, rows_of(dout).sum(0) if wants_bias else None
+
+
+def linear_on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """F.linear(x, weight, bias) by oneDNN: of a reordered weight, or of the weight itself where a gradient is recorded.
+    None where neither serves the call."""
+    if not needs_grad(x, weight, bias):
+        out = prepacked.linear(x, (weight,), (bias,))
+        return onednn.linear(x, weight, bias) if out is None else out
+    return _Linear.apply(x, weight, bias) if onednn.serves(x, weight, bias) else None
+
+
 def linear_on(backend: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear(x, weight, bias); on `cpu` as `forward`."""
-    out = prepacked.linear(x, (weight,), (bias,)) if backend == "cpu" else None
+    """F.linear(x, weight, bias); on `cpu` by oneDNN where it serves."""
+    out = linear_on_cpu(x, weight, bias) if backend == "cpu" else None
     return F.linear(x, weight, bias) if out is None else out
 
 
@@ -106,9 +149,10 @@ def rows_of(x: Tensor) -> Tensor:
 def _backward(backend, activation, recompute, wanted, dout, x, weight, bias, pre):
     wants_x, wants_weight, wants_bias = wanted
     if recompute:
-        pre = F.linear(x, weight, bias)
+        pre = linear_on(backend, x, weight, bias)
     dpre, _, dbias = BWD[backend](dout, pre, activation, None, 0.0, False, wants_bias)
-    return *linear_gradients(dpre, x, weight, wants_x, wants_weight), dbias.to(weight.dtype) if wants_bias else None
+    gradients = linear_gradients(backend, dpre, x, weight, wants_x, wants_weight)
+    return *gradients, dbias.to(weight.dtype) if wants_bias else None
 
 
 class _LinearGelu(torch.autograd.Function):
@@ -234,7 +278,6 @@ register(
         _fused,
         devices=frozenset({"cpu"}),
         dtypes=FLOAT,
-        backward=False,
         unavailable=extension_unavailable,
     )
 )

@@ -18,7 +18,7 @@ from bertfast.ops._autocast import to_autocast, without_autocast
 from bertfast.ops._checks import check_rank, check_required, check_same_dtype, check_shape, check_tensors
 from bertfast.ops._library import TRITON_DEVICES, cuda_unavailable, define, extension_unavailable, triton_unavailable
 from bertfast.ops._once import distinct
-from bertfast.ops.linear_gelu import rows_of
+from bertfast.ops.linear_gelu import linear_on, rows_of
 
 _NAMES = ("x", "weights[0]", "weights[1]", "weights[2]", "biases[0]", "biases[1]", "biases[2]")
 
@@ -92,7 +92,9 @@ def _torch(x, weights, biases, grad, compute):
 
 def _cpu(x, weights, biases, grad, compute):
     packed = prepacked.linear(x, tuple(weights), tuple(biases))
-    return _torch(x, weights, biases, grad, compute) if packed is None else _split(packed)
+    if packed is not None:
+        return _split(packed)
+    return tuple(linear_on("cpu", x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
 
 def qkv_projection(

@@ -43,7 +43,7 @@ def _scaled_fake(product, affine, sum, bias, dtype):
     return product.new_empty(product.shape, dtype=dtype)
 
 
-def _gelu_fake(product, affine, sum, bias, activation):
+def _activation_fake(product, affine, sum, bias, activation):
     return _rows_fake(product)
 
 
@@ -56,11 +56,11 @@ SCALE_ROWS = define(
     _scaled_fake,
     ("cpu",),
 )["cpu"]
-# QUANTIZE_ROWS of a GELU, "gelu" or "gelu_tanh", of SCALE_ROWS in fp32.
-SCALE_ROWS_GELU = define(
-    "scale_rows_gelu",
+# QUANTIZE_ROWS of an activation, a value of `bertfast.activations.FORMULAS`, of SCALE_ROWS in fp32.
+SCALE_ROWS_ACTIVATION = define(
+    "scale_rows_activation",
     "(Tensor product, Tensor affine, Tensor sum, Tensor? bias, str activation) -> (Tensor values, Tensor affine)",
-    _gelu_fake,
+    _activation_fake,
     ("cpu",),
 )["cpu"]
 
@@ -119,14 +119,14 @@ def feed_forward(
     b_out: Tensor | None,
     activation: str,
 ) -> Tensor:
-    """linear(gelu(linear(x))); the intermediate goes from fp32 to 8 bits, whatever the dtype of x.
+    """linear(activation(linear(x))); the intermediate goes from fp32 to 8 bits, whatever the dtype of x.
 
     Args:
-        activation: `"gelu"` or `"gelu_tanh"`.
+        activation: a value of `bertfast.activations.FORMULAS`.
     """
     values, affine = QUANTIZE_ROWS(x)
     product = _product(values, w_in.values, w_in.scale)
-    values, affine = SCALE_ROWS_GELU(product, affine, w_in.sum, b_in, activation)
+    values, affine = SCALE_ROWS_ACTIVATION(product, affine, w_in.sum, b_in, activation)
     product = _product(values, w_out.values, w_out.scale)
     return SCALE_ROWS(product, affine, w_out.sum, b_out, x.dtype).view(*x.shape[:-1], product.shape[1])
 

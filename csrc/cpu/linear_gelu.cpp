@@ -1,7 +1,5 @@
-// out = gelu(x weight^T + bias): the GEMM is torch's, bias and GELU run in place on what it wrote.
-//
-// Bytes moved after the GEMM, fp32: 8 N a row. Eager copies the bias into the output in front of the GEMM and writes
-// another tensor behind it: 20 N.
+// The ops linear_gelu_fwd, activation_fwd and linear_gelu_bwd on the CPU. The GEMM of the first is torch's; bias,
+// activation and dropout are one pass over what it wrote.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -10,39 +8,21 @@
 #include <tuple>
 #include <vector>
 
-#include "activations.h"
+#include "bias_activation.h"
 #include "check.h"
+#include "formula_names.h"
 #include "linear.h"
-#include "parallel.h"
-#include "simd.h"
 #include "tensor.h"
 #include "vector.h"
 
 namespace bertfast {
 namespace {
 
-template <class Form>
-void bias_activation(const Tensor& out, const float* bias, const Form& form) {
-  const int64_t n = out.size(out.dim() - 1);
-  const Rows in(out, n);
-  const MutableRows rows(out, n);
-  parallel_rows(out.numel() / n, n, [&](int64_t begin, int64_t end) {
-    std::vector<float> buffer(n);
-    with_best_isa([&]() __attribute__((always_inline)) {
-      for (int64_t i = begin; i < end; ++i) {
-        const float* x = in.read(i, buffer.data());
-        float* y = rows.target(i, buffer.data());
-        if (bias) {
-#pragma omp simd
-          for (int64_t j = 0; j < n; ++j) y[j] = form(x[j] + bias[j]);
-        } else {
-#pragma omp simd
-          for (int64_t j = 0; j < n; ++j) y[j] = form(x[j]);
-        }
-        rows.store(i, y);
-      }
-    });
-  });
+std::optional<Dropout> dropout_of(const std::optional<Tensor>& seed, double p) {
+  check_probability("dropout_p", p);
+  if (p == 0) return std::nullopt;
+  check_seed("seed", seed);
+  return Dropout(*seed->const_data_ptr<int64_t>(), kStreamFeedForward, p);
 }
 
 std::tuple<Tensor, Tensor> linear_gelu_fwd(Tensor x, Tensor weight, std::optional<Tensor> bias, std::string activation,
@@ -52,23 +32,59 @@ std::tuple<Tensor, Tensor> linear_gelu_fwd(Tensor x, Tensor weight, std::optiona
   STD_TORCH_CHECK(weight.dim() == 2 && weight.size(1) == x.size(x.dim() - 1), "weight: expected shape (N, ",
                   x.size(x.dim() - 1), "), got ", shape_of(weight));
   if (bias) check_vector("bias", *bias, weight.size(0));
-  STD_TORCH_CHECK(activation == "gelu" || activation == "gelu_tanh", "activation: expected gelu or gelu_tanh, got ",
-                  activation);
-  STD_TORCH_CHECK(!seed && dropout_p == 0, "dropout_p: expected 0 and no seed, got ", dropout_p);
-  STD_TORCH_CHECK(!need_pre, "need_pre: expected false, there is no backward pass");
-  const Tensor pre = new_empty(x, {0}, x.scalar_type());
+  const Formula formula = formula_of(activation);
+  const auto dropout = dropout_of(seed, dropout_p);
   // The bias may cancel the product: in half precision it belongs in front of the rounding, in fp32 it rides along.
   const bool bias_first = bias && x.scalar_type() != ScalarType::Float;
-  // Nobody else has seen the product, so the rest runs in place.
-  const Tensor out = as_contiguous(linear(x, weight, bias_first ? bias : std::nullopt));
-  if (out.numel() == 0) return {out, pre};
+  // Nobody else has seen the product: where it is not kept, the rest runs in place.
+  const Tensor product = as_contiguous(linear(x, weight, bias_first ? bias : std::nullopt));
+  const int64_t n = weight.size(0);
+  const Tensor out = need_pre ? new_empty(product, sizes_of(product), product.scalar_type()) : product;
+  const Tensor pre = need_pre ? product : new_empty(product, {0}, product.scalar_type());
+  if (product.numel() == 0) return {out, pre};
+
   const FloatVector biases(bias_first ? std::nullopt : bias);
-  if (activation == "gelu_tanh") {
-    bias_activation(out, biases.data(), [](float v) __attribute__((always_inline)) { return gelu_tanh(v); });
-  } else {
-    bias_activation(out, biases.data(), [](float v) __attribute__((always_inline)) { return gelu(v); });
-  }
+  bias_activation_fwd({Rows(product, n), biases.data(), dropout, formula, product.numel() / n, MutableRows(out, n),
+                       need_pre ? MutableRows(pre, n) : MutableRows()});
   return {out, pre};
+}
+
+Tensor activation_fwd(Tensor pre, std::string activation, std::optional<Tensor> seed, double dropout_p) {
+  check_float("pre", pre);
+  check_min_dim("pre", pre, 1);
+  const Formula formula = formula_of(activation);
+  const auto dropout = dropout_of(seed, dropout_p);
+  const Tensor out = new_empty(pre, sizes_of(pre), pre.scalar_type());
+  if (pre.numel() == 0) return out;
+
+  pre = as_contiguous(pre);
+  const int64_t n = pre.size(pre.dim() - 1);
+  bias_activation_fwd({Rows(pre, n), nullptr, dropout, formula, pre.numel() / n, MutableRows(out, n), MutableRows()});
+  return out;
+}
+
+std::tuple<Tensor, Tensor, Tensor> linear_gelu_bwd(Tensor dout, Tensor pre, std::string activation,
+                                                   std::optional<Tensor> seed, double dropout_p, bool need_out,
+                                                   bool has_bias) {
+  check_float("pre", pre);
+  check_min_dim("pre", pre, 1);
+  check_float("dout", dout);
+  check_same_shape("dout", dout, "pre", pre);
+  const Formula formula = formula_of(activation);
+  const auto dropout = dropout_of(seed, dropout_p);
+  const std::vector<int64_t> sizes = sizes_of(pre);
+  const int64_t n = sizes.back();
+  const Tensor dpre = new_empty(pre, sizes, pre.scalar_type());
+  const Tensor out = new_empty(pre, need_out ? sizes : std::vector<int64_t>{0}, pre.scalar_type());
+  Tensor dbias = new_empty(pre, {has_bias ? n : 0}, ScalarType::Float);
+  if (pre.numel() == 0) return {dpre, out, torch::stable::zero_(dbias)};
+
+  dout = as_contiguous(dout);
+  pre = as_contiguous(pre);
+  bias_activation_bwd({Rows(dout, n), Rows(pre, n), dropout, formula, pre.numel() / n, MutableRows(dpre, n),
+                       need_out ? MutableRows(out, n) : MutableRows(),
+                       has_bias ? dbias.mutable_data_ptr<float>() : nullptr});
+  return {dpre, out, dbias};
 }
 
 }  // namespace
@@ -76,4 +92,6 @@ std::tuple<Tensor, Tensor> linear_gelu_fwd(Tensor x, Tensor weight, std::optiona
 
 STABLE_TORCH_LIBRARY_IMPL(bertfast, CPU, m) {
   m.impl("linear_gelu_fwd_cpu", TORCH_BOX(&bertfast::linear_gelu_fwd));
+  m.impl("activation_fwd_cpu", TORCH_BOX(&bertfast::activation_fwd));
+  m.impl("linear_gelu_bwd_cpu", TORCH_BOX(&bertfast::linear_gelu_bwd));
 }

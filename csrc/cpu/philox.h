@@ -12,6 +12,7 @@ namespace bertfast {
 
 constexpr uint32_t kStreamAttention = 0;
 constexpr uint32_t kStreamAddLayerNorm = 1;
+constexpr uint32_t kStreamFeedForward = 2;
 
 struct Dropout {
   uint32_t key[2];
@@ -54,16 +55,20 @@ BERTFAST_INLINE void philox_row(const Dropout& dropout, int64_t row, int64_t fir
   }
 }
 
-// values = dropout(values) for columns of a row from `first`, a multiple of 4, on. Dropped values become 0 whatever
-// they were, NaN included. `words` holds width rounded up to 4.
-BERTFAST_INLINE void dropout_row(const Dropout& dropout, int64_t row, int64_t width, float* values, uint32_t* words,
-                                 int64_t first = 0) {
-  philox_row(dropout, row, first / 4, (width + 3) / 4, words);
+// values = dropout(values), by a word each. Dropped values become 0 whatever they were, NaN included.
+BERTFAST_INLINE void drop(const Dropout& dropout, int64_t width, const uint32_t* words, float* values) {
 #pragma omp simd
   for (int64_t i = 0; i < width; ++i) {
     const float kept = values[i] * dropout.scale;
     values[i] = (words[i] < dropout.threshold) | dropout.drops_all ? 0.0f : kept;
   }
+}
+
+// The same for columns of a row from `first`, a multiple of 4, on. `words` holds width rounded up to 4.
+BERTFAST_INLINE void dropout_row(const Dropout& dropout, int64_t row, int64_t width, float* values, uint32_t* words,
+                                 int64_t first = 0) {
+  philox_row(dropout, row, first / 4, (width + 3) / 4, words);
+  drop(dropout, width, words, values);
 }
 
 }  // namespace bertfast

@@ -22,6 +22,7 @@
 
 #include "activations.h"
 #include "check.h"
+#include "formula_names.h"
 #include "parallel.h"
 #include "simd.h"
 #include "tensor.h"
@@ -176,7 +177,7 @@ Tensor scale_rows(Tensor product, Tensor affine, Tensor sum, std::optional<Tenso
 }
 
 template <class Form>
-void quantize_gelu(const Affine& in, int64_t rows, const Quantized& out, const Form& form) {
+void quantize_activated(const Affine& in, int64_t rows, const Quantized& out, const Form& form) {
   parallel_rows(rows, out.width, [&](int64_t begin, int64_t end) {
     std::vector<float> buffer(out.width);
     with_best_isa([&]() __attribute__((always_inline)) {
@@ -188,18 +189,16 @@ void quantize_gelu(const Affine& in, int64_t rows, const Quantized& out, const F
   });
 }
 
-std::tuple<Tensor, Tensor> scale_rows_gelu(Tensor product, Tensor affine, Tensor sum, std::optional<Tensor> bias,
-                                           std::string activation) {
+std::tuple<Tensor, Tensor> scale_rows_activation(Tensor product, Tensor affine, Tensor sum, std::optional<Tensor> bias,
+                                                 std::string activation) {
   const Inputs inputs(product, affine, sum, bias);
-  STD_TORCH_CHECK(activation == "gelu" || activation == "gelu_tanh", "activation: expected gelu or gelu_tanh, got ",
-                  activation);
+  const Formula formula = formula_of(activation);
   const Quantized out(product, inputs.rows(), inputs.width());
   const Affine in = inputs.affine();
-  if (activation == "gelu_tanh") {
-    quantize_gelu(in, inputs.rows(), out, [](float v) __attribute__((always_inline)) { return gelu_tanh(v); });
-  } else {
-    quantize_gelu(in, inputs.rows(), out, [](float v) __attribute__((always_inline)) { return gelu(v); });
-  }
+  with_activation(formula, [&](auto form) {
+    quantize_activated(in, inputs.rows(), out,
+                       [](float v) __attribute__((always_inline)) { return decltype(form)::value(v); });
+  });
   return {out.values, out.affine};
 }
 
@@ -209,5 +208,5 @@ std::tuple<Tensor, Tensor> scale_rows_gelu(Tensor product, Tensor affine, Tensor
 STABLE_TORCH_LIBRARY_IMPL(bertfast, CPU, m) {
   m.impl("quantize_rows_cpu", TORCH_BOX(&bertfast::quantize_rows));
   m.impl("scale_rows_cpu", TORCH_BOX(&bertfast::scale_rows));
-  m.impl("scale_rows_gelu_cpu", TORCH_BOX(&bertfast::scale_rows_gelu));
+  m.impl("scale_rows_activation_cpu", TORCH_BOX(&bertfast::scale_rows_activation));
 }

@@ -6,24 +6,9 @@
 #include <cstdint>
 
 #include "arrays.h"
+#include "formula.h"
 
 namespace bertfast {
-
-// Values of bertfast.activations.FORMULAS.
-enum class Formula : int32_t {
-  kGelu,
-  kGeluTanh,
-  kQuickGelu,
-  kRelu,
-  kRelu6,
-  kLeakyRelu,
-  kElu,
-  kSilu,
-  kMish,
-  kTanh,
-  kSigmoid,
-  kLinear,
-};
 
 struct BiasActivationFwdArgs {
   ConstArray product;  // (rows, width) contiguous

@@ -5,30 +5,17 @@
 #include <optional>
 #include <string>
 #include <tuple>
-#include <utility>
 #include <vector>
 
 #include "arguments.h"
 #include "bias_activation.h"
 #include "column_sum.h"
+#include "formula_names.h"
 #include "gemm_arguments.h"
 #include "linear.h"
 
 namespace bertfast {
 namespace {
-
-Formula formula_of(const std::string& name) {
-  static constexpr std::pair<const char*, Formula> kFormulas[] = {
-      {"gelu", Formula::kGelu}, {"gelu_tanh", Formula::kGeluTanh}, {"quick_gelu", Formula::kQuickGelu},
-      {"relu", Formula::kRelu}, {"relu6", Formula::kRelu6},        {"leaky_relu", Formula::kLeakyRelu},
-      {"elu", Formula::kElu},   {"silu", Formula::kSilu},          {"mish", Formula::kMish},
-      {"tanh", Formula::kTanh}, {"sigmoid", Formula::kSigmoid},    {"linear", Formula::kLinear},
-  };
-  for (const auto& [known, formula] : kFormulas) {
-    if (name == known) return formula;
-  }
-  STD_TORCH_CHECK(false, "activation: expected a formula of bertfast.activations.FORMULAS, got ", name);
-}
 
 void check_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
   check_float("x", x);
