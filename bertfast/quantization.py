@@ -1,8 +1,8 @@
 """`quantize` and `dequantize`: the linear layers of an encoder by int8 products, for inference on the CPU, and back.
 
-What is quantised are the query, key, value and output projections and the feed-forward of every encoder layer, nine
-tenths of a BERT's arithmetic on short texts. Embeddings, attention itself, LayerNorms, poolers and heads stay as they
-are. The arithmetic is that of `bertfast.ops.quantized_linear`.
+What is quantised are the projections of attention and the feed-forward of every encoder layer: nearly all of a BERT's
+arithmetic on short texts. Embeddings, attention itself, LayerNorms, poolers and heads stay as they are. The formulas
+are those of `bertfast.ops.quantized_linear`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def quantize(model: Model, *, keep_weights: bool = True) -> Model:
 
     The weights are rounded to int8 with a scale for each output, the inputs in each call with a scale for each token.
     A quantised model is for inference: a call that needs a gradient is an error, so call it under
-    `torch.inference_mode()`. `torch.compile` leaves its int8 layers to eager PyTorch. What is quantised already stays
-    as it is.
+    `torch.inference_mode()`. `torch.compile` breaks its graph at int8 layers, and `use_backend` has no say in them.
+    What is quantised already stays as it is.
 
     Args:
         model: one of our models, a model of transformers after `bertfast.accelerate`, or any module that holds layers
