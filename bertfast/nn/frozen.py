@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,7 @@ class FrozenLinear(nn.Module):
     @torch.no_grad()
     def _set_weight(self, weight: Tensor) -> None:
         self._own, self._joint = prepacked.reordered(weight.detach().contiguous()), None
+        self._dtype = weight.dtype
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., K) to (..., N).
@@ -88,7 +90,7 @@ class FrozenLinear(nn.Module):
             wanted = (self.out_features, self.in_features)
             errors.append(f"size mismatch for {key}: copying {tuple(weight.shape)}, the shape of the layer is {wanted}")
         else:
-            self._set_weight(weight.to(device="cpu", dtype=self.weight.dtype))
+            self._set_weight(weight.to(device="cpu", dtype=self._dtype))
 
     def _apply(self, fn, recurse=True):
         weight = fn(self.weight)
@@ -132,10 +134,10 @@ def _joint_product(x: Tensor, parts: tuple[FrozenLinear, ...]) -> tuple[Tensor, 
     biases = [part.bias for part in parts]
     if len({(bias is None, part.in_features) for bias, part in zip(biases, parts, strict=True)}) > 1:
         return None
+    _check(x, query, biases)
     joint = query._joint[0] if query._joint else None
     if joint is None or any(part._joint is None or part._joint[0] is not joint for part in parts):
         joint = _join(parts)
-    _check(x, query, biases, joint.copy.dtype)
     out = prepacked.product(x, joint.copy, None if biases[0] is None else torch.cat(biases))
     return out.split([part.out_features for part in parts], -1)
 
@@ -152,11 +154,11 @@ def _join(parts: tuple[FrozenLinear, ...]) -> _Joint:
     return joint
 
 
-def _check(x: Tensor, dense: FrozenLinear, biases, dtype: torch.dtype | None = None) -> None:
-    dtype = dtype or dense.reordered_weight().dtype
-    if x.device.type != "cpu" or x.dtype != dtype:
+def _check(x: Tensor, dense: FrozenLinear, biases: Sequence[Tensor | None]) -> None:
+    if x.device.type != "cpu" or x.dtype != dense._dtype:
         raise ValueError(
-            f"this layer is frozen in {dtype} on the CPU, got x in {x.dtype} on {x.device}; autocast does not change it"
+            f"this layer is frozen in {dense._dtype} on the CPU, got x in {x.dtype} on {x.device}; "
+            "autocast does not change it"
         )
     if x.dim() == 0 or x.shape[-1] != dense.in_features:
         raise ValueError(f"x must have shape (..., {dense.in_features}), got {tuple(x.shape)}")
