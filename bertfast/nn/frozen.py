@@ -102,12 +102,13 @@ class FrozenLinear(nn.Module):
         return super()._apply(fn, recurse)
 
     def __getstate__(self):
-        return {**self.__dict__, "_own": None, "_joint": None, _WEIGHT: self.weight}
+        # By value: multiprocessing would share the memory of a tensor that is gone when the child looks for it.
+        return {**self.__dict__, "_own": None, "_joint": None, _WEIGHT: self.weight.view(torch.uint8).numpy()}
 
     def __setstate__(self, state):
         weight = state.pop(_WEIGHT)
         super().__setstate__(state)
-        self._set_weight(weight)
+        self._set_weight(torch.from_numpy(weight).view(self._dtype))
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
