@@ -15,7 +15,7 @@ from helpers.op_cases import random, seed_tensor
 pytestmark = pytest.mark.skipif(extension_unavailable() is not None, reason="the extension is not built")
 
 ROOT = Path(__file__).parents[1]
-OPS = ("attention", "varlen_attention", "layer_norm", "linear_gelu")
+OPS = ("attention", "varlen_attention", "layer_norm", "embed_layer_norm", "linear_gelu")
 CASES = (
     "test_head_dims",
     "test_lengths",
@@ -23,6 +23,7 @@ CASES = (
     "test_a_bias_gets",
     "test_dropout_replays",
     "test_widths",
+    "test_shapes",
 )
 
 

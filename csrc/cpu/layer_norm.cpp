@@ -33,13 +33,6 @@
 namespace bertfast {
 namespace {
 
-std::optional<Dropout> make_dropout(const std::optional<Tensor>& seed, double p) {
-  check_probability("dropout_p", p);
-  if (p == 0) return std::nullopt;
-  check_seed("seed", seed);
-  return Dropout(*seed->const_data_ptr<int64_t>(), kStreamAddLayerNorm, p);
-}
-
 struct Forward {
   Rows x, residual;
   const float* x_bias;
@@ -102,7 +95,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd(Tensor x, std::opt
     check_same_shape("residual", *residual, "x", x);
   }
   if (x_bias) check_vector("x_bias", *x_bias, n);
-  const auto dropout = make_dropout(seed, dropout_p);
+  const auto dropout = make_dropout(seed, dropout_p, kStreamAddLayerNorm);
 
   const ScalarType dtype = residual ? promote(x.scalar_type(), residual->scalar_type()) : x.scalar_type();
   const std::vector<int64_t> row_sizes(sizes.begin(), sizes.end() - 1);
@@ -123,13 +116,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd(Tensor x, std::opt
                          rstd.mutable_data_ptr<float>()},
                         MutableRows(out, n),
                         need_sum ? MutableRows(sum, n) : MutableRows()};
-  parallel_rows(m, n, [&](int64_t begin, int64_t end) {
-    RowBuffers buffers(Forward::kBuffers, n);
-    std::vector<uint32_t> words(forward.dropout ? n + 3 : 0);
-    with_best_isa([&]() __attribute__((always_inline)) {
-      for (int64_t i = begin; i < end; ++i) forward.row(i, buffers, words.data());
-    });
-  });
+  normalise_rows(m, n, forward);
   return {out, sum, mean, rstd};
 }
 
@@ -181,7 +168,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> add_layer_norm_bwd(Tensor dou
   check_statistics("mean", mean, m);
   check_statistics("rstd", rstd, m);
   check_vector("weight", weight, n);
-  const auto dropout = make_dropout(seed, dropout_p);
+  const auto dropout = make_dropout(seed, dropout_p, kStreamAddLayerNorm);
 
   const ScalarType dtype = sum.scalar_type();
   const bool separate = has_residual && dropout;

@@ -7,10 +7,14 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
+#include "check.h"
 #include "parallel.h"
+#include "philox.h"
 #include "simd.h"
+#include "tensor.h"
 
 namespace bertfast {
 
@@ -61,6 +65,13 @@ BERTFAST_INLINE float fill(int64_t size, float* z, const Term& term) {
   return total;
 }
 
+inline std::optional<Dropout> make_dropout(const std::optional<Tensor>& seed, double p, uint32_t stream) {
+  check_probability("dropout_p", p);
+  if (p == 0) return std::nullopt;
+  check_seed("seed", seed);
+  return Dropout(*seed->const_data_ptr<int64_t>(), stream, p);
+}
+
 struct Normalise {
   const float *weight, *bias;
   float eps;
@@ -79,6 +90,18 @@ struct Normalise {
     rstd[i] = r;
   }
 };
+
+// forward.row(i, buffers, words) for all rows.
+template <class Forward>
+void normalise_rows(int64_t rows, int64_t width, const Forward& forward) {
+  parallel_rows(rows, width, [&](int64_t begin, int64_t end) {
+    RowBuffers buffers(Forward::kBuffers, width);
+    std::vector<uint32_t> words(forward.dropout ? width + 3 : 0);
+    with_best_isa([&]() __attribute__((always_inline)) {
+      for (int64_t i = begin; i < end; ++i) forward.row(i, buffers, words.data());
+    });
+  });
+}
 
 struct NormaliseBwd {
   const float *mean, *rstd, *weight;
