@@ -15,7 +15,7 @@ from helpers.op_cases import random, seed_tensor
 pytestmark = pytest.mark.skipif(extension_unavailable() is not None, reason="the extension is not built")
 
 ROOT = Path(__file__).parents[1]
-OPS = ("attention", "varlen_attention", "layer_norm", "linear_gelu", "activations")
+OPS = ("attention", "varlen_attention", "layer_norm", "embed_layer_norm", "linear_gelu", "activations")
 CASES = (
     "test_head_dims",
     "test_lengths",
@@ -25,6 +25,7 @@ CASES = (
     "test_widths",
     "test_forward_and_derivative",
     "test_kernels",
+    "test_shapes",
 )
 
 

@@ -100,6 +100,23 @@ def test_gradients_of_an_activation_do_not_depend_on_the_number_of_threads(rows,
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
+@pytest.mark.parametrize("tokens", [(1, 1), (3, 33), (9, 500)])
+def test_embeddings_do_not_depend_on_the_number_of_threads(tokens, threads):
+    word, position, token_type = (torch.randn(rows, 40) for rows in (30, 500, 2))
+    weight, dout, seed = torch.randn(40), torch.randn(*tokens, 40), torch.tensor([3])
+    ids = torch.randint(0, 30, tokens)
+    results = []
+    for count in (1, 2, 5):
+        threads(count)
+        out, total, mean, rstd = torch.ops.bertfast.embed_layer_norm_fwd_cpu(
+            ids, ids % 2, None, None, word, position, token_type, weight, weight, seed, 1e-5, 0.1, word.dtype, True
+        )
+        gradients = torch.ops.bertfast.embed_layer_norm_bwd_cpu(dout, total, mean, rstd, weight, seed, 0.1)
+        results.append((out, total, mean, rstd, *gradients))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
 @pytest.mark.parametrize("rows", [1, 15, 16, 17, 100, 1023, 1025, 20000])
 def test_sums_over_rows(rows):
     """Of one sign, where a long chain of additions would lose most: not above the error of torch's sum and one rounding
@@ -143,6 +160,28 @@ def test_inputs_of_the_feed_forward_are_not_written():
     torch.ops.bertfast.activation_fwd_cpu(pre, "gelu", None, 0.0)
     torch.ops.bertfast.linear_gelu_bwd_cpu(dout, pre, "gelu", torch.tensor([1]), 0.5, True, True)
     assert all(torch.equal(*pair) for pair in zip((x, weight, bias, dout, pre), (*before, kept), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({0: torch.ones(2, 3)}, "input_ids: expected int32 or int64, got Float"),
+        ({0: None}, "input_ids and inputs_embeds: expected exactly one of them"),
+        ({0: None, 3: torch.ones(2, 3, 5)}, r"inputs_embeds: expected width 4, got \(2, 3, 5\)"),
+        ({5: torch.ones(6, 3)}, r"position: expected shape \(rows, 4\), got \(6, 3\)"),
+        ({7: torch.ones(3)}, r"weight: expected shape \(4\), got \(3\)"),
+        ({11: 0.5}, "seed: expected an int64 tensor of one element with dropout, got None"),
+        ({12: torch.float64}, "dtype: expected float32, bfloat16 or float16, got Double"),
+    ],
+)
+def test_errors_of_embeddings_name_the_argument(changes, message):
+    ids, ones = torch.zeros(2, 3, dtype=torch.int64), torch.ones(4)
+    tables = torch.ones(9, 4), torch.ones(6, 4), torch.ones(2, 4)
+    arguments = [ids, ids, None, None, *tables, ones, ones, None, 1e-5, 0.0, torch.float32, True]
+    for place, value in changes.items():
+        arguments[place] = value
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.bertfast.embed_layer_norm_fwd_cpu(*arguments)
 
 
 def test_no_rows():

@@ -32,7 +32,7 @@ from bertfast.ops._library import TRITON_DEVICES, cuda_unavailable, define, exte
 from bertfast.ops._once import distinct, once
 from bertfast.ops.layer_norm import add_layer_norm
 
-_BACKENDS = ("triton", "cuda")
+_BACKENDS = ("triton", "cuda", "cpu")
 
 
 def _fwd_fake(
@@ -224,7 +224,6 @@ def _gather(ids, table, padding_idx=None):
 
 
 def _composed(
-    backend,
     input_ids,
     token_type_ids,
     position_ids,
@@ -249,7 +248,7 @@ def _composed(
     if token_type is not None:
         total = total + (token_type[0] if token_type_ids is None else _gather(token_type_ids, token_type))
     places = _gather(position_ids, position, position_padding_idx).expand_as(total)
-    normalised = add_layer_norm(total, places, weight, bias, eps, backend=backend)
+    normalised = add_layer_norm(total, places, weight, bias, eps, backend="torch")
     return apply_dropout(normalised, dropout_p, "embed_layer_norm", seed)
 
 
@@ -367,7 +366,7 @@ def embed_layer_norm(
     )
 
 
-register(Capability("embed_layer_norm", "torch", partial(_composed, "torch")))
+register(Capability("embed_layer_norm", "torch", _composed))
 register(
     Capability(
         "embed_layer_norm",
@@ -396,7 +395,7 @@ register(
     Capability(
         "embed_layer_norm",
         "cpu",
-        partial(_composed, "cpu"),
+        partial(_fused, "cpu"),
         devices=frozenset({"cpu"}),
         dtypes=FLOAT,
         unavailable=extension_unavailable,

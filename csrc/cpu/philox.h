@@ -13,6 +13,7 @@ namespace bertfast {
 constexpr uint32_t kStreamAttention = 0;
 constexpr uint32_t kStreamAddLayerNorm = 1;
 constexpr uint32_t kStreamFeedForward = 2;
+constexpr uint32_t kStreamEmbedLayerNorm = 3;
 
 struct Dropout {
   uint32_t key[2];

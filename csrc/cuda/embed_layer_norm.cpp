@@ -3,28 +3,16 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include <array>
 #include <optional>
 #include <tuple>
 #include <vector>
 
 #include "arguments.h"
 #include "column_sum.h"
+#include "embeddings.h"
 
 namespace bertfast {
 namespace {
-
-// ids broadcast to `tokens`, as (B, S) with stride 0 where they are broadcast.
-std::optional<Tensor> by_sequence(const char* name, const std::optional<Tensor>& ids,
-                                  const std::vector<int64_t>& tokens) {
-  if (!ids) return std::nullopt;
-  STD_TORCH_CHECK(ids->scalar_type() == ScalarType::Int || ids->scalar_type() == ScalarType::Long, name,
-                  ": expected int32 or int64, got ", torch::headeronly::toString(ids->scalar_type()));
-  std::array<StableIValue, 3> stack{torch::stable::detail::from(*ids), torch::stable::detail::from(tokens),
-                                    torch::stable::detail::from(false)};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::expand", "", stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::reshape(torch::stable::detail::to<Tensor>(stack[0]), {-1, tokens.back()});
-}
 
 IdsArray ids_of(const std::optional<Tensor>& ids) {
   if (!ids) return {};
@@ -36,36 +24,15 @@ TableArray table_of(const std::optional<Tensor>& rows) {
   return {array_of(*rows), rows->size(0), rows->stride(0)};
 }
 
-void check_table(const char* name, const Tensor& table, int64_t width) {
-  check_float(name, table);
-  STD_TORCH_CHECK(table.dim() == 2 && table.size(1) == width, name, ": expected shape (rows, ", width, "), got ",
-                  shape_of(table));
-}
-
 std::tuple<Tensor, Tensor, Tensor, Tensor> embed_layer_norm_fwd(
     std::optional<Tensor> input_ids, std::optional<Tensor> token_type_ids, std::optional<Tensor> position_ids,
     std::optional<Tensor> inputs_embeds, Tensor word, Tensor position, std::optional<Tensor> token_type, Tensor weight,
     Tensor bias, std::optional<Tensor> seed, double eps, double dropout_p, ScalarType dtype, bool need_sum) {
-  check_min_dim("word", word, 2);
+  const std::vector<int64_t> tokens =
+      check_embeddings(input_ids, inputs_embeds, word, position, token_type, weight, bias, dtype);
   const int64_t width = word.size(1);
   check_width(width);
-  check_table("word", word, width);
-  check_table("position", position, width);
-  if (token_type) check_table("token_type", *token_type, width);
-  check_vector("weight", weight, width);
-  check_vector("bias", bias, width);
-  STD_TORCH_CHECK(input_ids.has_value() != inputs_embeds.has_value(),
-                  "input_ids and inputs_embeds: expected exactly one of them");
-  if (input_ids) check_min_dim("input_ids", *input_ids, 1);
-  std::vector<int64_t> sizes = sizes_of(input_ids ? *input_ids : *inputs_embeds);
-  if (inputs_embeds) {
-    check_float("inputs_embeds", *inputs_embeds);
-    check_min_dim("inputs_embeds", *inputs_embeds, 2);
-    STD_TORCH_CHECK(sizes.back() == width, "inputs_embeds: expected width ", width, ", got ", shape_of(*inputs_embeds));
-    sizes.pop_back();
-  }
-  check_float_type("dtype", dtype);
-  const std::vector<int64_t> tokens = sizes;
+  std::vector<int64_t> sizes = tokens;
   sizes.push_back(width);
   const OnDevice on(word);
   Tensor out = new_empty(word, sizes, dtype);
