@@ -49,16 +49,27 @@ BERTFAST_INLINE Floats exp2_negative(Floats z) {
   return z == z ? power : z;
 }
 
-BERTFAST_INLINE float sum_of(Floats values) {
-  float total = values[0];
-  for (int lane = 1; lane < kLanes; ++lane) total += values[lane];
-  return total;
+// Lane i becomes lane i XOR `distance`.
+template <int distance>
+BERTFAST_INLINE Floats swap_lanes(Floats values) {
+  Ints from{};
+  for (int lane = 0; lane < kLanes; ++lane) from[lane] = lane ^ distance;
+  return __builtin_shuffle(values, from);
 }
 
+// In as many steps as the logarithm of the lanes: one after the other they take as long as softmax of a short row.
+template <int distance = kLanes / 2>
+BERTFAST_INLINE float sum_of(Floats values) {
+  const Floats sums = values + swap_lanes<distance>(values);
+  if constexpr (distance > 1) return sum_of<distance / 2>(sums);
+  return sums[0];
+}
+
+template <int distance = kLanes / 2>
 BERTFAST_INLINE float max_of(Floats values) {
-  float largest = values[0];
-  for (int lane = 1; lane < kLanes; ++lane) largest = values[lane] > largest ? values[lane] : largest;
-  return largest;
+  const Floats other = swap_lanes<distance>(values), largest = other > values ? other : values;
+  if constexpr (distance > 1) return max_of<distance / 2>(largest);
+  return largest[0];
 }
 
 BERTFAST_INLINE void to_row(const char* source, ScalarType dtype, int64_t size, float* target) {
