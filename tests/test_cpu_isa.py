@@ -29,8 +29,8 @@ CASES = (
 )
 
 
-# The best one is that of all other tests; a machine without AVX2 runs the baseline twice.
-@pytest.mark.parametrize("isa", ["baseline", "avx2"])
+# The best one is that of all other tests; a machine without AVX2 runs the baseline again and again.
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
 def test_parity_on_lesser_instruction_sets(isa):
     files = [f"tests/test_{op}.py" for op in OPS]
     selected = ["-k", f"cpu and ({' or '.join(CASES)})", "-m", "not slow"]
@@ -45,7 +45,7 @@ def test_an_unknown_instruction_set_is_an_error():
     environment = {**os.environ, "BERTFAST_CPU_ISA": "sse"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "BERTFAST_CPU_ISA: expected baseline, avx2 or avx512, got sse" in done.stderr
+    assert "BERTFAST_CPU_ISA: expected baseline, avx2, avx512 or avx512bf16, got sse" in done.stderr
 
 
 CODE = """
@@ -53,24 +53,26 @@ import torch
 from bertfast import ops
 
 torch.manual_seed(0)
-for width in (4, 33, 64, 200):
-    q, k, v = (torch.randn(1, 2, size, width).requires_grad_() for size in (100, 1, 1))
-    out = ops.attention(q, k, v, backend="cpu")
-    dq, dk = torch.autograd.grad(out, (q, k), torch.randn_like(out))
-    assert not dq.any() and not dk.any(), (width, dq.abs().max(), dk.abs().max())
-q, k, v = torch.randn(3, 1, 2, 5, 8).unbind()
-for bits in (-1, 0x7FC00001, 0x7FC00100, 0x7F800001):
-    nan = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+for dtype in (torch.float32, torch.bfloat16):
+    for width in (4, 33, 64, 200):
+        q, k, v = (torch.randn(1, 2, size, width, dtype=dtype).requires_grad_() for size in (100, 1, 1))
+        out = ops.attention(q, k, v, backend="cpu")
+        dq, dk = torch.autograd.grad(out, (q, k), torch.randn_like(out))
+        assert not dq.any() and not dk.any(), (dtype, width, dq.abs().max(), dk.abs().max())
+nans = torch.tensor([-1, 0x7FC00001, 0x7FC00100, 0x7F800001], dtype=torch.int32).view(torch.float32)
+short = torch.tensor([-1, 0x7FC1, 0x7F81], dtype=torch.int16).view(torch.bfloat16)
+for nan in (*nans, *short):
+    q, k, v = torch.randn(3, 1, 2, 5, 8).to(nan.dtype).unbind()
     for name in range(3):
-        inputs = [t.clone() for t in (q, k, torch.zeros(5, 5))]
+        inputs = [t.clone() for t in (q, k, torch.zeros(5, 5, dtype=nan.dtype))]
         inputs[name][..., 3, 2] = nan
         out = ops.attention(inputs[0], inputs[1], v, inputs[2], backend="cpu")
         wrong = out[..., 3, :] if name != 1 else out
-        assert wrong.isnan().all(), (hex(bits), name)
+        assert wrong.isnan().all(), (nan, name)
 """
 
 
-@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512", "avx512bf16"])
 def test_one_visible_key_has_no_gradient_and_nan_stays_nan(isa):
     environment = {**os.environ, "BERTFAST_CPU_ISA": isa}
     done = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, check=False)

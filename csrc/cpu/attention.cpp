@@ -113,7 +113,7 @@ Tensor attention_mask_bwd(Tensor dout, Tensor query, Tensor key, Tensor value, T
     }
   }
   const int64_t work = 4 * query.numel() * key.size(2);
-  run_units(BERTFAST_BEST_KERNEL(attention_mask_bwd), args, units, work,
+  run_units(BERTFAST_BEST_KERNEL(attention_mask_bwd, in.dtype), args, units, work,
             mask_bwd_workspace(in.head_dim, args.keys, std::min(kUnitQueries, own[2])));
   return dmask;
 }

@@ -3,7 +3,8 @@
 // result is the same for any number of threads.
 //
 // The kernels are compiled once per instruction set (attention_avx512.cpp ...), from attention_fwd.h,
-// attention_bwd.h and attention_mask_bwd.h. These files share what stands here, and it calls nothing.
+// attention_bwd.h and attention_mask_bwd.h, for all dtypes; those of attention_avx512bf16.cpp are for bf16 alone. These
+// files share what stands here, and it calls nothing.
 #pragma once
 
 #include <torch/headeronly/core/ScalarType.h>
@@ -97,17 +98,17 @@ inline int64_t padded_rows(int64_t size) {
   return (size + kQueryRows - 1) / kQueryRows * kQueryRows;
 }
 
-// Floats: keys and values; queries, out and scores; words of dropout.
+// In 4 bytes: keys and values, and values as pairs; queries, out and scores; words of dropout.
 inline int64_t fwd_workspace(int64_t head_dim, int64_t length_k) {
   const int64_t d = padded(head_dim);
-  return 2 * padded(length_k) * d + kQueryRows * (2 * d + kKeys) + kKeys;
+  return 5 * padded(length_k) / 2 * d + kQueryRows * (2 * d + kKeys) + kKeys;
 }
 
-// Keys and values as columns, keys as rows, gradients of both; queries, dout, dquery; scores, their gradients, and
-// probabilities behind dropout; words of dropout.
+// Keys and values as columns, keys as rows and as pairs, gradients of both; queries and dout, both also as pairs,
+// dquery; scores, their gradients, probabilities behind dropout, and one of these as pairs; words of dropout.
 inline int64_t bwd_workspace(int64_t head_dim, int64_t length_k) {
   const int64_t d = padded(head_dim);
-  return (3 * padded(length_k) + 2 * padded_rows(length_k)) * d + kQueryRows * (3 * d + 3 * kKeys) + kKeys;
+  return (7 * padded(length_k) / 2 + 2 * padded_rows(length_k)) * d + kQueryRows * (4 * d + 7 * kKeys / 2) + kKeys;
 }
 
 // Keys and values as columns, and one of them as rows; queries and dout; scores, their gradients, and probabilities
@@ -127,6 +128,7 @@ BERTFAST_ATTENTION_KERNELS(baseline)
 #if defined(__x86_64__)
 BERTFAST_ATTENTION_KERNELS(avx2)
 BERTFAST_ATTENTION_KERNELS(avx512)
+BERTFAST_ATTENTION_KERNELS(avx512bf16)
 #endif
 #undef BERTFAST_ATTENTION_KERNELS
 

@@ -4,6 +4,7 @@
 
 #pragma GCC target("avx2,fma,f16c")
 #define BERTFAST_ISA avx2
+#define BERTFAST_OPERANDS "operands_fp32.h"
 #define BERTFAST_LANES 8
 #define BERTFAST_ROWS 6
 #include "attention_bwd.h"

@@ -4,6 +4,7 @@
 
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,prefer-vector-width=512")
 #define BERTFAST_ISA avx512
+#define BERTFAST_OPERANDS "operands_fp32.h"
 #define BERTFAST_LANES 16
 #define BERTFAST_ROWS 12
 #include "attention_bwd.h"

@@ -3,7 +3,8 @@
 //     dvalue += pd^T dout                 delta = sum(dout out) of a row
 //     ds      = scale (pd (dout value^T) - p delta)
 //     dquery += ds key                    dkey += ds^T query
-// FLOPs: 10 D per query and key. Gradients of keys and values are summed up in fp32 in one place, block by block.
+// FLOPs: 10 D per query and key. Products are of BERTFAST_OPERANDS, pd and ds among them. Gradients of keys and values
+// are summed up in fp32 in one place, block by block.
 #pragma once
 
 #include "attention_gradients.h"
@@ -14,20 +15,16 @@ namespace {
 
 // sums[i] = sum(a[i] b[i]), term by term as a tile adds up products: where a query sees one key, dout value^T and delta
 // are the same number, and its gradient is 0.
-BERTFAST_INLINE void row_products(const float* a, const float* b, int64_t width, int64_t head_dim, float* sums) {
+BERTFAST_INLINE void row_products(const Word* a, const Word* b, int64_t width, int64_t head_dim, float* sums) {
   constexpr int kAtOnce = 8;  // the latency of a multiply-add, two of which begin in a clock
   static_assert(kQueryRows % kAtOnce == 0);
   for (int64_t first = 0; first < kQueryRows; first += kAtOnce) {
     float sum[kAtOnce] = {};
-    for (int64_t k = 0; k < head_dim; ++k) {
+    for (int64_t k = 0; k < words_of(head_dim); ++k) {
 #pragma GCC unroll 8
       for (int i = 0; i < kAtOnce; ++i) {
         const int64_t at = (first + i) * width + k;
-#if BERTFAST_LANES > 4 || defined(__ARM_FEATURE_FMA)
-        sum[i] = __builtin_fmaf(a[at], b[at], sum[i]);  // the compiler does not fuse these by itself
-#else
-        sum[i] += a[at] * b[at];
-#endif
+        sum[i] = multiply_add(a[at], b[at], sum[i]);
       }
     }
     for (int i = 0; i < kAtOnce; ++i) sums[first + i] = sum[i];
@@ -39,23 +36,28 @@ BERTFAST_INLINE void row_products(const float* a, const float* b, int64_t width,
 void attention_bwd(const AttentionBwd& args, const AttentionUnit& unit, float* workspace) {
   const AttentionArgs& in = args.in;
   const int64_t d = in.head_dim, width = padded(d), keys = unit.length_k;
-  float* key_panels = workspace;
-  float* value_panels = key_panels + padded(keys) * width;
-  float* key_rows = value_panels + padded(keys) * width;
-  float* dkey = key_rows + padded(keys) * width;
+  auto* key_panels = reinterpret_cast<Word*>(workspace);
+  Word* value_panels = key_panels + padded(keys) * width;
+  Word* rows_read = value_panels + padded(keys) * width;
+  Word* key_pairs = rows_read + padded(keys) * width;
+  Word* queries = key_pairs + padded(keys) / 2 * width;
+  Word* query_pairs = queries + kQueryRows * width;
+  Word* dout = query_pairs + kQueryRows / 2 * width;
+  Word* dout_pairs = dout + kQueryRows * width;
+  Word* score_pairs = dout_pairs + kQueryRows / 2 * width;
+  auto* dkey = reinterpret_cast<float*>(score_pairs + kQueryRows / 2 * kKeys);
   float* dvalue = dkey + padded_rows(keys) * width;
-  float* queries = dvalue + padded_rows(keys) * width;
-  float* dout = queries + kQueryRows * width;
-  float* dquery = dout + kQueryRows * width;
+  float* dquery = dvalue + padded_rows(keys) * width;
   float* scores = dquery + kQueryRows * width;
   float* dscores = scores + kQueryRows * kKeys;
   float* dropped = dscores + kQueryRows * kKeys;
   auto* words = reinterpret_cast<uint32_t*>(dropped + kQueryRows * kKeys);
 
-  read_rows(in.value, in.dtype, unit, unit.begin_k, keys, padded(keys), d, key_rows);
-  to_panels(key_rows, padded(keys), d, value_panels);
-  read_rows(in.key, in.dtype, unit, unit.begin_k, keys, padded(keys), d, key_rows);
-  to_panels(key_rows, padded(keys), d, key_panels);
+  read_rows(in.value, in.dtype, unit, unit.begin_k, keys, padded(keys), d, rows_read);
+  to_panels(rows_read, padded(keys), d, value_panels);
+  read_rows(in.key, in.dtype, unit, unit.begin_k, keys, padded(keys), d, rows_read);
+  to_panels(rows_read, padded(keys), d, key_panels);
+  const Word* key_rows = across_rows(rows_read, padded(keys), width, width, key_pairs);
   std::memset(dkey, 0, 2 * padded_rows(keys) * width * sizeof(float));
   const ScoreBuffers buffers{scores, dscores, dropped, words};
   for (int64_t first = 0; first < unit.length_q; first += kQueryRows) {
@@ -66,6 +68,8 @@ void attention_bwd(const AttentionBwd& args, const AttentionUnit& unit, float* w
     row_products(dout, queries, width, d, delta);
     for (int64_t i = 0; args.delta && i < rows; ++i) args.delta[unit.stats + first + i] = delta[i];
     read_rows(in.query, in.dtype, unit, unit.begin_q + first, rows, kQueryRows, d, queries);
+    const Word* query_rows = across_rows(queries, kQueryRows, width, width, query_pairs);
+    const Word* dout_rows = across_rows(dout, kQueryRows, width, width, dout_pairs);
     std::memset(dquery, 0, kQueryRows * width * sizeof(float));
     const int64_t seen = visible_keys(in, unit, first + rows - 1);
     for (int64_t first_key = 0; first_key < seen; first_key += kKeys) {
@@ -74,13 +78,21 @@ void attention_bwd(const AttentionBwd& args, const AttentionUnit& unit, float* w
       const Saved saved{args.maxima + unit.stats, args.sums + unit.stats, delta};
       // Rows and columns that fill up tiles of the products below add nothing.
       const int64_t filled = columns < key_tiles ? key_tiles : columns;
-      const float* kept = score_gradients(in, unit, saved, first, rows, first_key, columns, filled, in.scale, queries,
-                                          dout, key_panels, value_panels, buffers);
-      product<true>(key_tiles, width, kQueryRows, kept, 1, kKeys, dout, kPanel, width, dvalue + first_key * width,
+      float* kept = score_gradients(in, unit, saved, first, rows, first_key, columns, filled, in.scale, queries, dout,
+                                    key_panels, value_panels, buffers);
+      for (int64_t i = 0; i < kQueryRows; ++i) {
+        to_words(kept + i * kKeys, filled);
+        to_words(dscores + i * kKeys, filled);
+      }
+      const auto* pd = reinterpret_cast<const Word*>(kept);
+      const auto* ds = reinterpret_cast<const Word*>(dscores);
+      product<true>(rows, width, columns, ds, kKeys, 1, key_rows + words_of(first_key) * width, kPanel, width, dquery,
                     width);
-      product<true>(key_tiles, width, kQueryRows, dscores, 1, kKeys, queries, kPanel, width, dkey + first_key * width,
+      pd = across_rows(pd, kQueryRows, filled, kKeys, score_pairs);
+      product<true>(key_tiles, width, kQueryRows, pd, 1, kKeys, dout_rows, kPanel, width, dvalue + first_key * width,
                     width);
-      product<true>(rows, width, columns, dscores, kKeys, 1, key_rows + first_key * width, kPanel, width, dquery,
+      ds = across_rows(ds, kQueryRows, filled, kKeys, score_pairs);
+      product<true>(key_tiles, width, kQueryRows, ds, 1, kKeys, query_rows, kPanel, width, dkey + first_key * width,
                     width);
     }
     write_rows(dquery, args.dquery, in.dtype, unit, unit.begin_q + first, rows, d);

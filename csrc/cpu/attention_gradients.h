@@ -23,13 +23,13 @@ struct Saved {
 // Returns pd. Of rows beyond `rows` and of columns from there to `filled`, pd and dscores are 0.
 inline float* score_gradients(const AttentionArgs& in, const AttentionUnit& unit, const Saved& saved, int64_t first,
                               int64_t rows, int64_t first_key, int64_t columns, int64_t filled, float factor,
-                              const float* queries, const float* dout, const float* key_panels,
-                              const float* value_panels, const ScoreBuffers& buffers) {
-  const int64_t d = in.head_dim, width = padded(d);
-  product<false>(rows, columns, d, queries, width, 1, key_panels + first_key * d, kPanel * d, kPanel, buffers.scores,
-                 kKeys);
-  product<false>(rows, columns, d, dout, width, 1, value_panels + first_key * d, kPanel * d, kPanel, buffers.dscores,
-                 kKeys);
+                              const Word* queries, const Word* dout, const Word* key_panels, const Word* value_panels,
+                              const ScoreBuffers& buffers) {
+  const int64_t d = in.head_dim, width = padded(d), words = words_of(d);
+  product<false>(rows, columns, d, queries, width, 1, key_panels + first_key * words, kPanel * words, kPanel,
+                 buffers.scores, kKeys);
+  product<false>(rows, columns, d, dout, width, 1, value_panels + first_key * words, kPanel * words, kPanel,
+                 buffers.dscores, kKeys);
   float* kept = in.dropout ? buffers.dropped : buffers.scores;
   const float log2_scale = log2_scale_of(in);
   for (int64_t i = 0; i < kQueryRows; ++i) {
@@ -38,7 +38,6 @@ inline float* score_gradients(const AttentionArgs& in, const AttentionUnit& unit
     const float sum = i < rows ? saved.sums[first + i] : 0.0f;
     if (sum != 0) {
       const float maximum = saved.maxima[first + i], inverse = 1.0f / sum;
-      for (int64_t j = 0; is_negated(in) && j < columns; ++j) p[j] = -p[j];
       mask_row(in, unit, first + i, first_key, columns, p);
       for (int64_t j = 0; j < columns; j += kLanes) {
         store(p + j, probabilities(load(p + j), maximum, log2_scale) * inverse);

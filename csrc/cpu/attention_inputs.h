@@ -14,15 +14,18 @@
 
 namespace bertfast {
 
-// The kernel of that name for the best instruction set.
+// The kernel of that name for the best instruction set, and a dtype.
 #if defined(__x86_64__)
 template <class Kernel>
-Kernel best_kernel(Kernel of_baseline, Kernel of_avx2, Kernel of_avx512) {
-  return best_isa() == Isa::avx512 ? of_avx512 : best_isa() == Isa::avx2 ? of_avx2 : of_baseline;
+Kernel best_kernel(ScalarType dtype, Kernel of_baseline, Kernel of_avx2, Kernel of_avx512, Kernel of_avx512bf16) {
+  const Isa isa = best_isa();
+  if (isa == Isa::avx512bf16 && dtype == ScalarType::BFloat16) return of_avx512bf16;
+  return isa >= Isa::avx512 ? of_avx512 : isa == Isa::avx2 ? of_avx2 : of_baseline;
 }
-#define BERTFAST_BEST_KERNEL(name) best_kernel(&baseline::name, &avx2::name, &avx512::name)
+#define BERTFAST_BEST_KERNEL(name, dtype) \
+  best_kernel(dtype, &baseline::name, &avx2::name, &avx512::name, &avx512bf16::name)
 #else
-#define BERTFAST_BEST_KERNEL(name) (&baseline::name)
+#define BERTFAST_BEST_KERNEL(name, dtype) (&baseline::name)
 #endif
 
 inline void check_heads(const Tensor& query, const Tensor& key, const Tensor& value, int64_t dim) {
@@ -74,7 +77,7 @@ inline void run_attention_fwd(const AttentionArgs& in, const std::vector<Sequenc
   float* maxima = stats.mutable_data_ptr<float>();
   const AttentionFwd args{in, heads_of(out), maxima, maxima + stats.numel() / 2};
   const auto units = units_of(sequences, in.heads, is_packed, out.size(position_dim(out)), is_packed, kUnitQueries);
-  run_units(BERTFAST_BEST_KERNEL(attention_fwd), args, units, work_of(units, in.head_dim),
+  run_units(BERTFAST_BEST_KERNEL(attention_fwd, in.dtype), args, units, work_of(units, in.head_dim),
             fwd_workspace(in.head_dim, longest_keys(sequences)));
 }
 
@@ -82,7 +85,7 @@ inline void run_attention_bwd(const AttentionBwd& args, const std::vector<Sequen
                               int64_t rows_q) {
   // Gradients of keys and values are sums over all queries.
   const auto units = units_of(sequences, args.in.heads, is_packed, rows_q, is_packed, INT64_MAX / 2);
-  run_units(BERTFAST_BEST_KERNEL(attention_bwd), args, units, 3 * work_of(units, args.in.head_dim),
+  run_units(BERTFAST_BEST_KERNEL(attention_bwd, args.in.dtype), args, units, 3 * work_of(units, args.in.head_dim),
             bwd_workspace(args.in.head_dim, longest_keys(sequences)));
 }
 

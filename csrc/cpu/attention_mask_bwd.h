@@ -22,12 +22,12 @@ BERTFAST_INLINE Span span_of(int64_t place, int64_t own, int64_t all) {
 void attention_mask_bwd(const AttentionMaskBwd& args, const AttentionMaskUnit& part, float* workspace) {
   const AttentionArgs& in = args.in;
   const int64_t d = in.head_dim, width = padded(d), keys = args.keys;
-  float* key_panels = workspace;
-  float* value_panels = key_panels + padded(keys) * width;
-  float* rows_read = value_panels + padded(keys) * width;
-  float* queries = rows_read + padded(keys) * width;
-  float* dout = queries + kQueryRows * width;
-  float* scores = dout + kQueryRows * width;
+  auto* key_panels = reinterpret_cast<Word*>(workspace);
+  Word* value_panels = key_panels + padded(keys) * width;
+  Word* rows_read = value_panels + padded(keys) * width;
+  Word* queries = rows_read + padded(keys) * width;
+  Word* dout = queries + kQueryRows * width;
+  auto* scores = reinterpret_cast<float*>(dout + kQueryRows * width);
   float* dscores = scores + kQueryRows * kKeys;
   float* dropped = dscores + kQueryRows * kKeys;
   auto* words = reinterpret_cast<uint32_t*>(dropped + kQueryRows * kKeys);

@@ -1,4 +1,4 @@
-// Rows of heads as fp32, and rows of scores; behind tile.h, for one instruction set.
+// Rows of heads, and rows of scores; behind tile.h, for one instruction set.
 #pragma once
 
 #include "attention.h"
@@ -15,16 +15,16 @@ BERTFAST_INLINE int64_t size_of(ScalarType dtype) {
   return dtype == ScalarType::Float ? 4 : 2;
 }
 
-// Rows of one head, from `first` on: (rows, padded(D)) with zeros behind the head dim and in rows up to `filled`.
+// Rows of one head, from `first` on, as a left matrix (rows, padded(D)), with zeros behind the head dim and in rows up
+// to `filled`.
 void read_rows(const HeadsArray& array, ScalarType dtype, const AttentionUnit& unit, int64_t first, int64_t rows,
-               int64_t filled, int64_t head_dim, float* target) {
+               int64_t filled, int64_t head_dim, Word* target) {
   const int64_t width = padded(head_dim), bytes = size_of(dtype);
   const char* source = array.data + bytes * (unit.sequence * array.batch + first * array.row + unit.head * array.head);
   for (int64_t i = 0; i < rows; ++i) {
-    to_row(source + bytes * i * array.row, dtype, head_dim, target + i * width);
-    for (int64_t j = head_dim; j < width; ++j) target[i * width + j] = 0;
+    read_row(source + bytes * i * array.row, dtype, head_dim, width, target + i * width);
   }
-  std::memset(target + rows * width, 0, (filled - rows) * width * sizeof(float));
+  std::memset(target + rows * width, 0, (filled - rows) * width * sizeof(Word));
 }
 
 void write_rows(const float* source, const HeadsArray& array, ScalarType dtype, const AttentionUnit& unit,
@@ -36,14 +36,15 @@ void write_rows(const float* source, const HeadsArray& array, ScalarType dtype, 
   }
 }
 
-// Rows (filled, padded(D)) as the columns of a right matrix of depth D: panels of kPanel columns, (D, kPanel) each.
-void to_panels(const float* rows, int64_t filled, int64_t head_dim, float* panels) {
-  const int64_t width = padded(head_dim);
+// Rows (filled, padded(D)) as the columns of a right matrix of depth D: panels of kPanel columns, (words of D, kPanel)
+// each.
+void to_panels(const Word* rows, int64_t filled, int64_t head_dim, Word* panels) {
+  const int64_t width = padded(head_dim), words = words_of(head_dim);
   for (int64_t first = 0; first < filled; first += kPanel) {
     for (int64_t j = 0; j < kPanel; ++j) {
-      const float* row = rows + (first + j) * width;
-      float* panel = panels + first * head_dim + j;
-      for (int64_t k = 0; k < head_dim; ++k) panel[k * kPanel] = row[k];
+      const Word* row = rows + (first + j) * width;
+      Word* panel = panels + first * words + j;
+      for (int64_t k = 0; k < words; ++k) panel[k * kPanel] = row[k];
     }
   }
 }
@@ -64,7 +65,7 @@ BERTFAST_INLINE void read_mask(const AttentionMask& mask, const char* source, in
   }
 }
 
-// The largest score must be that of the largest probability: where the scale is negative, queries are negated.
+// The largest score must be that of the largest probability: where the scale is negative, scores are negated.
 BERTFAST_INLINE bool is_negated(const AttentionArgs& in) {
   return in.scale < 0 && !in.mask.is_added();
 }
@@ -74,11 +75,12 @@ BERTFAST_INLINE float log2_scale_of(const AttentionArgs& in) {
   return in.mask.is_added() ? kLog2e : (in.scale < 0 ? -in.scale : in.scale) * kLog2e;
 }
 
-// Scores of one query and the keys [first, first + width): with the mask, and -inf where the query does not see the
-// key.
+// Products of one query and the keys [first, first + width) become scores: with the mask, and -inf where the query does
+// not see the key.
 BERTFAST_INLINE void mask_row(const AttentionArgs& in, const AttentionUnit& unit, int64_t query, int64_t first,
                               int64_t width, float* scores) {
   const AttentionMask& mask = in.mask;
+  for (int64_t j = 0; is_negated(in) && j < width; ++j) scores[j] = -scores[j];
   int64_t visible = visible_keys(in, unit, query) - first;
   visible = visible < 0 ? 0 : visible < width ? visible : width;
   if (mask.data) {

@@ -15,7 +15,7 @@ Isa machine_isa() {
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   if (has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-    return Isa::avx512;
+    return __builtin_cpu_supports("avx512bf16") ? Isa::avx512bf16 : Isa::avx512;
   }
   if (has_avx2) return Isa::avx2;
 #endif
@@ -24,10 +24,12 @@ Isa machine_isa() {
 
 Isa allowed_isa() {
   const char* named = std::getenv("BERTFAST_CPU_ISA");
-  const std::string name = named ? named : "avx512";
-  STD_TORCH_CHECK(name == "baseline" || name == "avx2" || name == "avx512",
-                  "BERTFAST_CPU_ISA: expected baseline, avx2 or avx512, got ", name);
-  return name == "avx512" ? Isa::avx512 : name == "avx2" ? Isa::avx2 : Isa::baseline;
+  const std::string name = named ? named : "avx512bf16";
+  if (name == "baseline") return Isa::baseline;
+  if (name == "avx2") return Isa::avx2;
+  if (name == "avx512") return Isa::avx512;
+  STD_TORCH_CHECK(name == "avx512bf16", "BERTFAST_CPU_ISA: expected baseline, avx2, avx512 or avx512bf16, got ", name);
+  return Isa::avx512bf16;
 }
 
 }  // namespace

@@ -20,9 +20,9 @@ namespace bertfast {
 
 using torch::headeronly::ScalarType;
 
-enum class Isa { baseline, avx2, avx512 };
+enum class Isa { baseline, avx2, avx512, avx512bf16 };
 
-// The best that this machine has, or less where BERTFAST_CPU_ISA says so (baseline, avx2 or avx512), for tests.
+// The best that this machine has, or less where BERTFAST_CPU_ISA says so (one of these names), for tests.
 Isa best_isa();
 
 #if defined(__x86_64__)
@@ -40,6 +40,7 @@ __attribute__((target("avx2,fma,f16c"))) void run_avx2(const Body& body) {
 template <class Body>
 void with_best_isa(const Body& body) {
   switch (best_isa()) {
+    case Isa::avx512bf16:
     case Isa::avx512:
       return run_avx512(body);
     case Isa::avx2:
