@@ -76,6 +76,32 @@ def test_one_visible_key_has_no_gradient_and_nan_stays_nan(isa):
     assert done.returncode == 0, done.stderr[-1000:]
 
 
+BITS = """
+import torch
+from bertfast import ops
+
+for dtype in (torch.float32, torch.float16, torch.bfloat16):
+    inputs = torch.randn(3, 1, 2, 40, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    q, k, v = (t.requires_grad_() for t in inputs.unbind())
+    out = ops.attention(q, k, v, backend="cpu")
+    results = [out, *torch.autograd.grad(out, (q, k, v), out)]
+    print(*(t.double().sum().item().hex() for t in results))
+"""
+
+
+def test_products_of_bf16_are_for_bf16_alone():
+    def bits(isa):
+        environment = {**os.environ, "BERTFAST_CPU_ISA": isa}
+        done = subprocess.run([sys.executable, "-c", BITS], env=environment, capture_output=True, text=True, check=True)
+        return done.stdout.splitlines()
+
+    *others, of_bf16 = bits("avx512bf16")
+    *expected, in_fp32 = bits("avx512")
+    assert others == expected
+    has_products = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
+    assert (of_bf16 != in_fp32) == has_products
+
+
 @pytest.fixture
 def threads():
     before = torch.get_num_threads()
