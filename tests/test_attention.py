@@ -331,6 +331,11 @@ def test_a_negative_scale_with_a_mask(backend, dtype, kind):
 
 
 @pytest.mark.parametrize(("backend", "dtype"), SERVED)
+def test_a_negative_scale_of_whole_blocks_of_keys(backend, dtype):
+    assert_parity(case(1, 2, 9, 64, 16, dtype, scale=-2.0), backend)
+
+
+@pytest.mark.parametrize(("backend", "dtype"), SERVED)
 def test_logits_beyond_the_range_of_half(backend, dtype):
     """The unscaled product 230400 overflows fp16, the scaled 28800 does not."""
     signs = bools(1, 1, 5, 64, seed=3, share=0.5).float() * 2 - 1

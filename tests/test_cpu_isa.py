@@ -79,6 +79,32 @@ def test_one_visible_key_has_no_gradient_and_nan_stays_nan(isa):
     assert done.returncode == 0, done.stderr[-1000:]
 
 
+BITS = """
+import torch
+from bertfast import ops
+
+for dtype in (torch.float32, torch.float16, torch.bfloat16):
+    inputs = torch.randn(3, 1, 2, 40, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    q, k, v = (t.requires_grad_() for t in inputs.unbind())
+    out = ops.attention(q, k, v, backend="cpu")
+    results = [out, *torch.autograd.grad(out, (q, k, v), out)]
+    print(*(t.double().sum().item().hex() for t in results))
+"""
+
+
+def test_products_of_bf16_are_for_bf16_alone():
+    def bits(isa):
+        environment = {**os.environ, "BERTFAST_CPU_ISA": isa}
+        done = subprocess.run([sys.executable, "-c", BITS], env=environment, capture_output=True, text=True, check=True)
+        return done.stdout.splitlines()
+
+    *others, of_bf16 = bits("avx512bf16")
+    *expected, in_fp32 = bits("avx512")
+    assert others == expected
+    has_products = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
+    assert (of_bf16 != in_fp32) == has_products
+
+
 @pytest.fixture
 def threads():
     before = torch.get_num_threads()
@@ -89,19 +115,19 @@ def threads():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_is_bitwise_the_same_with_any_number_of_threads(threads, dtype):
     lengths = [300, 1, 0, 77, 5, 512]
-    q, k, v = (random(sum(lengths), 4, 32, dtype=dtype, seed=seed) for seed in range(3))
+    q, k, v = (random(sum(lengths), 8, 16, dtype=dtype, seed=seed) for seed in range(3))
     ends = torch.tensor([0, *lengths]).cumsum(0).int()
     mask = random(1, 1, 40, 700, dtype=dtype, seed=3)
 
     def results():
         out = ops.varlen_attention(q, k, v, ends, ends, 512, 512, 0.1, backend="cpu", _seed=seed_tensor())
-        x, y = q[:160].view(4, 40, 4, 32).transpose(1, 2), k[:700].expand(4, 700, 4, 32).transpose(1, 2)
+        x, y = q[:160].view(4, 40, 8, 16).transpose(1, 2), k[:700].expand(4, 700, 8, 16).transpose(1, 2)
         padded = ops.attention(x, y, y, mask, backend="cpu")
         return [out, padded, *torch.autograd.grad([out, padded], [q, k, v, mask], [out, padded])]
 
     threads(1)
     expected = results()
-    for count in (2, 3):
+    for count in (2, 3):  # which cut the longest sequence, and one thread does not
         threads(count)
         for got, of in zip(results(), expected, strict=True):
             assert torch.equal(got, of)

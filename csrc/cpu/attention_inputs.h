@@ -76,7 +76,8 @@ inline void run_attention_fwd(const AttentionArgs& in, const std::vector<Sequenc
   const bool is_packed = out.dim() == 3;
   float* maxima = stats.mutable_data_ptr<float>();
   const AttentionFwd args{in, heads_of(out), maxima, maxima + stats.numel() / 2};
-  const auto units = units_of(sequences, in.heads, is_packed, out.size(position_dim(out)), is_packed, kUnitQueries);
+  const auto units = units_of(sequences, in.heads, is_packed, out.size(position_dim(out)), is_packed,
+                              unit_queries(sequences, in.heads));
   run_units(BERTFAST_BEST_KERNEL(attention_fwd, in.dtype), args, units, work_of(units, in.head_dim),
             fwd_workspace(in.head_dim, longest_keys(sequences)));
 }
@@ -84,7 +85,7 @@ inline void run_attention_fwd(const AttentionArgs& in, const std::vector<Sequenc
 inline void run_attention_bwd(const AttentionBwd& args, const std::vector<Sequence>& sequences, bool is_packed,
                               int64_t rows_q) {
   // Gradients of keys and values are sums over all queries.
-  const auto units = units_of(sequences, args.in.heads, is_packed, rows_q, is_packed, INT64_MAX / 2);
+  const auto units = units_of(sequences, args.in.heads, is_packed, rows_q, is_packed, kAllQueries);
   run_units(BERTFAST_BEST_KERNEL(attention_bwd, args.in.dtype), args, units, 3 * work_of(units, args.in.head_dim),
             bwd_workspace(args.in.head_dim, longest_keys(sequences)));
 }
