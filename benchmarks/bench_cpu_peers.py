@@ -93,10 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines = []
     for line in measured(options.parts, options.compiled, Timer(rounds=options.rounds)):
         lines.append(line)
-        unit = "MiB" if line.part == "memory" else "ms"
         ratio = "" if line.ratio is None else f"{line.ratio:6.2f}"
         start = f"{line.part:<9} {line.shape:<9} {line.contestant:<12}"
-        print(f"{start} {line.milliseconds:9.2f} {unit:<3} {ratio:>7}  {line.note}".rstrip())
+        print(f"{start} {line.value:9.2f} {line.unit:<3} {ratio:>7}  {line.note}".rstrip())
         if options.json:
             with options.json.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({**vars(line), "machine": facts}) + "\n")

@@ -41,7 +41,8 @@ class Line:
     Attributes:
         part, shape: of `PARTS`, and the cell's name in it.
         contestant: who.
-        milliseconds: the median; of memory MiB.
+        value: the median.
+        unit: "ms", or "MiB" of memory.
         ratio: how many times as fast bertfast is, of `PRODUCTS` and kernels their share of bertfast's time, of growing
             inputs the growth from the line before; None of bertfast itself.
         note: what else there is to say.
@@ -50,7 +51,8 @@ class Line:
     part: str
     shape: str
     contestant: str
-    milliseconds: float
+    value: float
+    unit: str
     ratio: float | None = None
     note: str = ""
 
@@ -91,7 +93,7 @@ def layers_of(model: nn.Module) -> Sequence[nn.Module]:
 @torch.no_grad()
 def _reordered(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor]:
     weight = torch.cat([linear.weight for linear in linears])
-    return torch.ops.mkldnn._reorder_linear_weight(weight), torch.cat([linear.bias for linear in linears])
+    return prepacked.reordered(weight), torch.cat([linear.bias for linear in linears])
 
 
 def floats(dtype: str, compiled: bool, timer: Timer, ceilings: roofline.Ceilings) -> Iterator[Line]:
@@ -118,7 +120,7 @@ def _products(ours: Callable[[], Entrant], tokens: int) -> Entrant:
 
 
 def compared(
-    part: str, shape: str, timings: Mapping[str, measure.Timing], notes: Mapping[str, str] = {}
+    part: str, shape: str, timings: Mapping[str, measure.Timing], notes: Mapping[str, str] | None = None
 ) -> Iterator[Line]:
     """Lines of those that took turns."""
     ours = timings.get(OURS)
@@ -126,7 +128,7 @@ def compared(
         ratio = None
         if ours is not None and name != OURS:
             ratio = ours.speedup_over(timing).median
-        yield Line(part, shape, name, 1e3 * timing.quantiles.median, ratio, notes.get(name, ""))
+        yield Line(part, shape, name, 1e3 * timing.quantiles.median, "ms", ratio, (notes or {}).get(name, ""))
 
 
 def int8(timer: Timer) -> Iterator[Line]:
@@ -189,7 +191,7 @@ def tokens(timer: Timer) -> Iterator[Line]:
         cell = Cell(SUBJECT, "inference", count, 128, "dense", "float32", "cpu")
         contest = MODELS[SUBJECT].contest(cell)
         calls[f"{count}x128"] = partial(contest.contestants[OURS]().call, contest.inputs[0])
-    yield from growing("tokens", {shape: t.quantiles.median * 1e3 for shape, t in timer.rounds_of(calls).items()})
+    yield from growing("tokens", {shape: t.quantiles.median * 1e3 for shape, t in timer.rounds_of(calls).items()}, "ms")
 
 
 def memory() -> Iterator[Line]:
@@ -206,14 +208,14 @@ def memory() -> Iterator[Line]:
         ids = torch.randint(config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
         call(ids)
         found[f"1x{length}"] = peak_bytes(partial(call, ids), "cpu") / 2**20
-    yield from growing("memory", found)
+    yield from growing("memory", found, "MiB")
 
 
-def growing(part: str, values: Mapping[str, float]) -> Iterator[Line]:
+def growing(part: str, values: Mapping[str, float], unit: str) -> Iterator[Line]:
     """Lines of bertfast alone."""
     before = None
     for shape, value in values.items():
-        yield Line(part, shape, OURS, value, None if before is None else value / before)
+        yield Line(part, shape, OURS, value, unit, None if before is None else value / before)
         before = value
 
 

@@ -280,12 +280,12 @@ class Encoder:
         out = np.empty((len(ids), self.dimension), dtype=np.float32)
         device = self.model.device
         # Padding is on the right, so what the mode `cls` takes is the first token.
-        first_only = self.pooling.modes == ("cls",)
+        options = {"first_token_only": True} if self.pooling.modes == ("cls",) else {}
         for batch in token_batches([len(row) for row in ids], self.token_budget):
             rows = [ids[i] for i in batch]
             input_ids, attention_mask = pad(rows, self.tokenizer.pad_token_id)
             input_ids, attention_mask = input_ids.to(device), attention_mask.to(device)
-            output = self.model(input_ids=input_ids, attention_mask=attention_mask, first_token_only=first_only)
+            output = self.model(input_ids=input_ids, attention_mask=attention_mask, **options)
             hidden = output.last_hidden_state
             out[batch] = self.pooling(hidden, attention_mask[:, : hidden.shape[1]]).float().cpu().numpy()
         return out

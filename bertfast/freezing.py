@@ -21,7 +21,8 @@ def freeze(model: Model) -> Model:
     oneDNN. Frozen layers hold the reordered one alone, so memory is that of an ordinary model, and calls do not look
     whether the Parameter is still what it was, which matters for short texts. Results are bit by bit the same. State
     dicts, `load_state_dict`, `save_pretrained`, `.to(dtype)`, copies and pickles go on as before; gradients,
-    `torch.export` and GPUs need `unfreeze`. Neither autocast nor `use_backend` changes what a frozen layer computes.
+    `torch.export` and GPUs need `unfreeze`. Frozen layers compute in
+    their own dtype under autocast too, and do not ask `use_backend`.
 
     Args:
         model: one of our models, a model of transformers after `bertfast.accelerate`, or any module that holds layers

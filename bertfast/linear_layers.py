@@ -12,7 +12,11 @@ from bertfast.swap.hf_layers import FusedLayer
 
 
 def substitute(
-    model: nn.Module, kind: type[nn.Module], make: Callable[[nn.Linear], nn.Module], reason_against, done: str
+    model: nn.Module,
+    kind: type[nn.Module],
+    make: Callable[[nn.Linear], nn.Module],
+    reason_against: Callable[[nn.Module], str | None],
+    done: str,
 ) -> None:
     """Puts what `make` makes of a linear layer in its place, for all that the encoder layers in `model` compute with.
     Those that are of `kind` already stay.
@@ -55,10 +59,10 @@ def places(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str], nn.Mo
 
 def replace(found: list, make: Callable[[nn.Module], nn.Module]) -> None:
     """One substitute for each module, in every place where it is; the modules' reordered weights are dropped."""
+    prepacked.forget({id(p) for _, _, leaf in found for p in leaf.parameters()})
     substitutes = {key: make(leaf) for key, leaf in {id(leaf): leaf for _, _, leaf in found}.items()}
     for _, (parent, name), leaf in found:
         parent._modules[name] = substitutes[id(leaf)]
-    prepacked.forget({id(p) for _, _, leaf in found for p in leaf.parameters()})
 
 
 def _linear_layers(module: nn.Module) -> tuple[nn.Module, ...]:

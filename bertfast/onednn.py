@@ -1,4 +1,5 @@
-"""fp32 GEMMs of oneDNN by weights as they lie in memory: training on the CPU, where a reordered copy lasts one step.
+"""fp32 GEMMs of oneDNN by weights as they lie in memory: for training on the CPU, where a reordered copy lasts one
+step, and for inference by weights that have no copy.
 
 PyTorch hands fp32 to MKL. On two cores of an AMD EPYC with AVX-512, oneDNN took 0.4 to 0.7 of its time for the sizes of
 BERT-base with 128 to 4096 rows, for the product, for dx and for dweight. bf16 is oneDNN's in PyTorch already.
@@ -34,7 +35,10 @@ def _part(x: Tensor, weight: Tensor, bias: Tensor | None, rest: Tensor | None) -
     return torch.ops.mkldnn._linear_pointwise.binary(x, rest, weight, None, "add")
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`linear` for a call that it serves."""
+    # oneDNN reads a bias as it would lie in memory if it were contiguous.
+    bias = None if bias is None else bias.contiguous()
     width = weight.shape[1]
     parts = -(-width // MAX_TERMS)
     terms = -(-width // (16 * parts)) * 16
@@ -63,7 +67,11 @@ def serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return (
         _is_served(x)
         and _is_served(weight)
-        and (bias is None or _is_served(bias))
+        and weight.dim() == 2
+        and x.dim() > 0
+        and x.shape[-1] == weight.shape[1]
+        # oneDNN would read a bias of another size past its end.
+        and (bias is None or (_is_served(bias) and bias.shape == weight.shape[:1]))
         and not is_traced(x)
         and x.numel() * weight.shape[0] >= MIN_PRODUCTS
         and torch._C._len_torch_dispatch_stack() == 0
@@ -90,8 +98,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """
     if needs_grad(x, weight, bias) or not serves(x, weight, bias):
         return None
-    # oneDNN reads a bias as it would lie in memory if it were contiguous.
-    return _product(x, weight, None if bias is None else bias.contiguous())
+    return product(x, weight, bias)
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:

@@ -4,13 +4,15 @@ PyTorch hands an fp32 `F.linear` to MKL, which multiplies by a weight as it lies
 own that its kernels read as they multiply. On one core of an AMD EPYC with AVX-512, M = 128, K = 768 and N = 3072 took
 0.4 of the time in fp32. A GELU rides along (`_linear_pointwise`), on sums that are not rounded yet.
 
-Each weight that is used has its copy, so a model takes twice the memory. Copies never go stale: a copy is found by the
+Each weight that is used has its copy, so a model takes twice the memory (`bertfast.freeze` keeps the copies alone).
+Int8 layers keep their copies here too. Copies never go stale: a copy is found by the
 identity of its Parameters and held to what the host knows of them and to 64 spread-out values, as in `weight_cache`;
 biases are not copied. `bertfast.refresh(model)` drops the copies after an edit that nothing can detect, and those of a
 model that has moved to another dtype or device and comes not back.
 
 The two operators are private to PyTorch, so they are tried once; where one fails, PyTorch's own GEMM runs.
-`torch.backends.mkldnn.flags(enabled=False)` switches them off, and so does `use_backend("torch")`.
+`torch.backends.mkldnn.flags(enabled=False)` switches them off, and so does `use_backend("torch")`; frozen and int8
+layers do not ask.
 """
 
 from __future__ import annotations
@@ -134,13 +136,14 @@ def _is_fit(weight: Tensor) -> bool:
     )
 
 
-def _is_bias_of(weight: Tensor, bias: Tensor | None) -> bool:
-    # oneDNN reads a bias as it would lie in memory if it were contiguous and of the right size.
+def is_bias(bias: Tensor | None, rows: int, dtype: torch.dtype) -> bool:
+    """Whether oneDNN may be given a bias: it reads one as it would lie in memory if it were contiguous, on the CPU
+    and of shape (rows,). None may be."""
     return bias is None or (
-        bias.dtype == weight.dtype
-        and bias.device == weight.device
+        bias.dtype == dtype
+        and bias.device.type == "cpu"
         and bias.dim() == 1
-        and bias.shape[0] == weight.shape[0]
+        and bias.shape[0] == rows
         and bias.is_contiguous()
     )
 
@@ -168,7 +171,7 @@ def linear(
     for weight, own in zip(weights, biases, strict=True):
         if weight.shape[-1] != x.shape[-1] or weight.dtype != x.dtype:
             return None
-        if (own is None) != (bias is None) or not _is_bias_of(weight, own):
+        if (own is None) != (bias is None) or not is_bias(own, weight.shape[0], x.dtype):
             return None
     copy = copy_of(weights, reordered, _is_fit)
     if copy is None:
@@ -186,9 +189,18 @@ def reordered(weight: Tensor) -> Tensor:
 def copy_of(
     weights: tuple[Tensor, ...], make: Callable[[Tensor], Any], is_fit: Callable[[Tensor], bool] | None = None
 ) -> Any:
-    """What `make` makes of contiguous weights of one width, one below the other: kept, and made again where they are
-    not what they were. Each `make` has copies of its own. None unless all weights are fit, which is asked for those
-    only that have no copy."""
+    """What `make` makes of weights, kept, and made again where they are not what they were.
+
+    One lock is held while copies are looked at and made, so threads wait for each other meanwhile.
+
+    Args:
+        weights: (N_1, K), (N_2, K), ..., contiguous.
+        make: takes them one below the other, (N_1 + N_2 + ..., K). Each has copies of its own.
+        is_fit: asked of weights that have no copy yet.
+
+    Returns:
+        The copy; None unless all weights are fit.
+    """
     key = (make, *[id(weight) for weight in weights])
     with _lock:
         entry = _entries.get(key)

@@ -86,6 +86,8 @@ def _reason_against(leaf: nn.Module) -> str | None:
         return f"on {leaf.weight.device}, int8 layers run on the CPU"
     if leaf.weight.dtype not in FLOAT:
         return f"{leaf.weight.dtype}, int8 layers are for fp32, bf16 and fp16".replace("torch.", "")
+    if leaf.in_features > quantized_linear.MAX_K:
+        return f"{leaf.in_features} inputs, whose sums need more than 32 bits"
     if not leaf.weight.is_contiguous():
         return "a weight that is not contiguous"
     return None

@@ -22,6 +22,7 @@ so of `torch.__future__.set_swap_module_params_on_conversion(True)`, which is no
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Iterable
@@ -185,7 +186,8 @@ def refresh(model: nn.Module | Tensor | Iterable[Tensor]) -> None:
         TypeError: something else.
         RuntimeError: a CUDA graph is being captured.
     """
-    parameters = model.parameters() if isinstance(model, nn.Module) else model
+    is_module = isinstance(model, nn.Module)
+    parameters = itertools.chain(model.parameters(), model.buffers()) if is_module else model
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not all(isinstance(p, Tensor) for p in parameters):
         raise TypeError(f"model must be a module or parameters, got {type(model).__name__}")

@@ -172,12 +172,47 @@ def test_loading(joined, tmp_path):
     name = "encoder.layer.0.output.dense.weight"
     with pytest.raises(RuntimeError, match=f"size mismatch for {name}"):
         model.load_state_dict({**state, name: torch.zeros(3, 3)})
+    for more in ("encoder.layer.0.output.dense.x", "encoder.x"):
+        with pytest.raises(RuntimeError, match=f'Unexpected key.*"{more}"'):
+            model.load_state_dict({**state, more: torch.zeros(1)})
+    bias = "encoder.layer.1.attention.self.query.bias"
+    with pytest.raises(RuntimeError, match=f'Missing key.*"{bias}"'):
+        model.load_state_dict({key: value for key, value in state.items() if key != bias})
     del state[name]
     with pytest.raises(RuntimeError, match=f'Missing key.*"{name}"'):
         model.load_state_dict(state)
     assert model.load_state_dict(state, strict=False).missing_keys == [name]
-    with pytest.raises(RuntimeError, match='Unexpected key.*"encoder.x"'):
-        model.load_state_dict({**other.state_dict(), "encoder.x": torch.zeros(1)})
+
+
+def test_autocast_changes_nothing():
+    model = freeze(bert())
+    with torch.autocast("cpu", torch.bfloat16):
+        out = run(model)
+    torch.testing.assert_close(out.float(), run(model), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("keep", ["freeze", "quantize"])
+def test_what_comes_back_under_inference_mode_can_be_trained(keep):
+    if keep == "quantize" and quantized_linear.unavailable() is not None:
+        pytest.skip("no int8")
+    model = bert()
+    with torch.inference_mode():
+        (freeze if keep == "freeze" else quantize)(model)
+        run(model, first_token_only=True)
+        run(model)
+        (unfreeze if keep == "freeze" else bertfast.dequantize)(model)
+    model(IDS).last_hidden_state.sum().backward()
+    assert all(p.grad is not None for p in model.encoder.parameters())
+
+
+@pytest.mark.parametrize(
+    "bias", [torch.zeros(1), torch.zeros(1).expand(24), torch.zeros(48)[::2], torch.zeros(24).bfloat16()]
+)
+def test_a_bias_that_onednn_would_misread(bias):
+    layer = FrozenLinear(nn.Linear(48, 24).requires_grad_(False))
+    layer.bias = nn.Parameter(bias, requires_grad=False)
+    with pytest.raises(ValueError, match=r"bias must be contiguous, of shape \(24,\)"):
+        layer(torch.randn(2, 48))
 
 
 @pytest.mark.skipif(torch.bfloat16 not in DTYPES, reason="no bf16 on this machine")
@@ -289,10 +324,9 @@ def test_layers_that_cannot_be_frozen(change):
     assert frozen_in(model) == []
 
 
+@pytest.mark.skipif(quantized_linear.unavailable() is not None, reason="no int8")
 def test_what_is_frozen_is_not_quantised_and_the_other_way_round():
     with pytest.raises(ValueError, match="a FrozenLinear that is no plain"):
-        if quantized_linear.unavailable():
-            pytest.skip(f"no int8: {quantized_linear.unavailable()}")
         quantize(freeze(bert()))
     with pytest.raises(ValueError, match="a QuantizedLinear that is no plain"):
         freeze(quantize(bert()))

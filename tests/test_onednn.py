@@ -28,13 +28,13 @@ pytestmark = [
 def products(monkeypatch):
     """Serves products of any size; returns the shapes of x and weight of each that ran."""
     monkeypatch.setattr(onednn, "MIN_PRODUCTS", 1)
-    seen, original = [], onednn._product
+    seen, original = [], onednn.product
 
     def product(x, weight, bias):
         seen.append((tuple(x.shape), tuple(weight.shape)))
         return original(x, weight, bias)
 
-    monkeypatch.setattr(onednn, "_product", product)
+    monkeypatch.setattr(onednn, "product", product)
     return seen
 
 
@@ -282,3 +282,17 @@ def test_inference_by_weights_that_have_no_copy(products):
     out = ops.linear_gelu(x, weight, bias, backend="cpu")
     assert len(products) == 1
     torch.testing.assert_close(out, F.gelu(F.linear(x, weight, bias)))
+
+
+@pytest.mark.parametrize("width", [23, 25, 48])
+def test_another_width_is_stocks_error(width, products):
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        linear(torch.randn(5, width), module_of(24, 17))
+    assert products == []
+
+
+def test_a_bias_that_broadcasts_is_stocks(products):
+    dense, x = module_of(24, 17), torch.randn(5, 24)
+    dense.bias = nn.Parameter(torch.ones(1))
+    torch.testing.assert_close(linear(x, dense), x @ dense.weight.t() + 1.0)
+    assert products == []

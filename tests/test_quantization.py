@@ -289,9 +289,12 @@ def test_a_forked_child():
     run(model)
     child = os.fork()
     if child == 0:
-        signal.alarm(20)
-        torch.set_num_threads(1)
-        os._exit(0 if run(model).isfinite().all() else 1)
+        try:
+            signal.alarm(20)
+            torch.set_num_threads(1)
+            os._exit(0 if run(model).isfinite().all() else 1)
+        finally:
+            os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
 
 

@@ -194,8 +194,8 @@ def test_wrong_arguments():
         int8.SCALE_ROWS(product, affine, total[:4], None, torch.float32)
     with pytest.raises(RuntimeError, match=r"bias: expected shape \(5\)"):
         int8.SCALE_ROWS_ACTIVATION(product, affine, total, torch.zeros(3), "gelu")
-    with pytest.raises(RuntimeError, match="activation: expected gelu or gelu_tanh, got relu"):
-        int8.SCALE_ROWS_ACTIVATION(product, affine, total, None, "relu")
+    with pytest.raises(RuntimeError, match="got gleu"):
+        int8.SCALE_ROWS_ACTIVATION(product, affine, total, None, "gleu")
     with pytest.raises(RuntimeError, match="dtype: expected float32"):
         int8.SCALE_ROWS(product, affine, total, None, torch.float64)
 
@@ -217,11 +217,10 @@ def test_bitwise_the_same_with_any_number_of_threads():
 @pytest.mark.parametrize("isa", ["baseline", "avx2"])
 def test_lesser_instruction_sets(isa):
     """Of the rows; oneDNN chooses for itself."""
-    selected = "rows or linear or forward or nan or range or denormals"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/test_quantized_linear.py"]
     environment = {**os.environ, "BERTFAST_CPU_ISA": isa}
     done = subprocess.run(
-        [*command, "-k", f"({selected}) and not instruction"],
+        [*command, "-k", "not instruction"],
         cwd=ROOT,
         env=environment,
         capture_output=True,

@@ -183,12 +183,14 @@ class EncoderModel(PreTrainedModel):
         return hidden_states.transpose(0, 1) if first_token_only else packing.repad(hidden_states[0])
 
     def _can_skip_rows(self) -> bool:
-        """Whether nobody sees the last layer's other rows: a hook may, and so may a pooler that is not ours."""
+        """Whether nobody sees the last layer's other rows: a hook may, and so may a module that is not ours."""
         encoder = getattr(self, self.encoder_name)
-        seen = has_hooks(encoder) or len(encoder.layer) == 0 or any_hooks(encoder.layer[-1])
-        if self.pooler is not None:
-            seen = seen or type(self.pooler) is not Pooler or has_hooks(self.pooler)
-        return not seen
+        if type(encoder) is not BertEncoder or has_hooks(encoder) or len(encoder.layer) == 0:
+            return False
+        last = encoder.layer[-1]
+        if type(last) is not BertEncoderLayer or any_hooks(last):
+            return False
+        return self.pooler is None or (type(self.pooler) is Pooler and not has_hooks(self.pooler))
 
     def _has_hooks(self) -> bool:
         return any_hooks(self.embeddings) or any_hooks(getattr(self, self.encoder_name))

@@ -86,7 +86,7 @@ def self_attention(
         )
         return context.flatten(-2).unsqueeze(0), None
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    if first_tokens is not None and attn_mask is not None:
+    if first_tokens is not None and attn_mask is not None and attn_mask.dim() > 1:
         attn_mask = attn_mask[..., :1, :]
     if need_weights:
         context, weights = attention_with_weights(q, k, v, attn_mask, dropout_p, scale=scale)

@@ -22,7 +22,8 @@ def feed_forward(
     activation: str | Activation,
     op: Callable[..., Tensor] = ops.feed_forward,
 ) -> Tensor:
-    """`op` over the weights of two linear modules, what stands in the place of `nn.Linear`, or their calls."""
+    """activation(x W_in^T + b_in) W_out^T + b_out, (..., N) to (..., N): by `op` where both modules are plain, by int8
+    or frozen layers, else by calling the modules."""
     if is_plain(dense_in, nn.Linear) and is_plain(dense_out, nn.Linear):
         if uses_prepacked(x) and isinstance(activation, str) and activation in GELU_FORMS:
             # The op would come to the same, behind checks that take as long as a small product.

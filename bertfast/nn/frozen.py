@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from bertfast import prepacked
 from bertfast.backends import is_traced, needs_grad
-from bertfast.nn.plain import are_untouched, uncompiled
+from bertfast.nn.plain import are_alike, are_untouched, uncompiled
 
 _WEIGHT = "weight"
 
@@ -44,8 +43,9 @@ class FrozenLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        if self._own is not None:
-            return self._own.to_dense()
+        own = self._own
+        if own is not None:
+            return own.to_dense()
         joint, start = self._joint
         return joint.rows(start, start + self.out_features).clone()
 
@@ -64,17 +64,23 @@ class FrozenLinear(nn.Module):
         """
         return product(x, self)
 
+    @torch.inference_mode(False)
     def to_linear(self) -> nn.Linear:
         """An `nn.Linear` with the same weight and the very same bias."""
         linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         linear.weight, linear.bias = nn.Parameter(self.weight, self._requires_grad), self.bias
         return linear.train(self.training)
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _separate(self) -> Tensor:
+        self._own = own = prepacked.reordered(self.weight)
+        return own
+
     def reordered_weight(self) -> Tensor:
         """The weight of this layer alone; one that is a part of a joint weight gets a copy beside it."""
-        if self._own is None:
-            self._own = prepacked.reordered(self.weight)
-        return self._own
+        own = self._own
+        return self._separate() if own is None else own
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         # In front of the bias, as in nn.Linear.
@@ -82,8 +88,10 @@ class FrozenLinear(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
-        super()._load_from_state_dict(state_dict, prefix, metadata, False, missing, unexpected, errors)
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
         key, weight = prefix + _WEIGHT, state_dict.get(prefix + _WEIGHT)
+        if key in unexpected:
+            unexpected.remove(key)
         if weight is None:
             missing.extend([key] if strict else [])
         elif tuple(weight.shape) != (self.out_features, self.in_features):
@@ -120,23 +128,20 @@ may_fuse = functools.partial(are_untouched, FrozenLinear)
 @uncompiled
 def product(x: Tensor, dense: FrozenLinear, activation: str | None = None) -> Tensor:
     """activation(dense(x)) for the activations of `prepacked.linear`."""
-    _check(x, dense, (dense.bias,))
+    x = _checked(x, (dense,))
     return prepacked.product(x, dense.reordered_weight(), dense.bias, activation)
 
 
 def qkv_projection(x: Tensor, query: nn.Module, key: nn.Module, value: nn.Module) -> tuple[Tensor, ...] | None:
     """query(x), key(x) and value(x) as views of one product; None where they are not alike."""
-    return _joint_product(x, (query, key, value)) if may_fuse(query, key, value) else None
+    parts = query, key, value
+    return _joint_product(x, parts) if may_fuse(*parts) and are_alike(*parts) else None
 
 
 @uncompiled
-def _joint_product(x: Tensor, parts: tuple[FrozenLinear, ...]) -> tuple[Tensor, ...] | None:
-    query = parts[0]
-    biases = [part.bias for part in parts]
-    if len({(bias is None, part.in_features) for bias, part in zip(biases, parts, strict=True)}) > 1:
-        return None
-    _check(x, query, biases)
-    joint = query._joint[0] if query._joint else None
+def _joint_product(x: Tensor, parts: tuple[FrozenLinear, ...]) -> tuple[Tensor, ...]:
+    x, biases = _checked(x, parts), [part.bias for part in parts]
+    joint = parts[0]._joint[0] if parts[0]._joint else None
     if joint is None or any(part._joint is None or part._joint[0] is not joint for part in parts):
         joint = _join(parts)
     out = prepacked.product(x, joint.copy, None if biases[0] is None else torch.cat(biases))
@@ -155,18 +160,23 @@ def _join(parts: tuple[FrozenLinear, ...]) -> _Joint:
     return joint
 
 
-def _check(x: Tensor, dense: FrozenLinear, biases: Sequence[Tensor | None]) -> None:
-    if x.device.type != "cpu" or x.dtype != dense._dtype:
-        raise ValueError(
-            f"this layer is frozen in {dense._dtype} on the CPU, got x in {x.dtype} on {x.device}; "
-            "autocast does not change it"
-        )
-    if x.dim() == 0 or x.shape[-1] != dense.in_features:
-        raise ValueError(f"x must have shape (..., {dense.in_features}), got {tuple(x.shape)}")
-    if needs_grad(x, *biases):
+def _checked(x: Tensor, parts: tuple[FrozenLinear, ...]) -> Tensor:
+    """`x` in the dtype of the weights, which autocast does not change."""
+    dtype, width = parts[0]._dtype, parts[0].in_features
+    if torch.is_autocast_enabled("cpu"):
+        x = x.to(dtype)
+    if x.device.type != "cpu" or x.dtype != dtype:
+        raise ValueError(f"this layer is frozen in {dtype} on the CPU, got x in {x.dtype} on {x.device}")
+    if x.dim() == 0 or x.shape[-1] != width:
+        raise ValueError(f"x must have shape (..., {width}), got {tuple(x.shape)}")
+    for part in parts:
+        if not prepacked.is_bias(part.bias, part.out_features, dtype):
+            raise ValueError(f"bias must be contiguous, of shape ({part.out_features},) and {dtype} on the CPU")
+    if needs_grad(x, *(part.bias for part in parts)):
         raise RuntimeError(
             "frozen layers have no gradients: call the model under torch.inference_mode() or torch.no_grad(), "
             "or bertfast.unfreeze(model) to train it"
         )
     if is_traced(x):
         raise RuntimeError("frozen layers cannot be exported or traced: bertfast.unfreeze(model) first")
+    return x

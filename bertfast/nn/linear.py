@@ -1,4 +1,4 @@
-"""A linear module on the CPU."""
+"""Linear layers of the backend `cpu`: which calls oneDNN takes."""
 
 from __future__ import annotations
 

@@ -54,6 +54,12 @@ def are_untouched(kind: type[nn.Module], *modules: nn.Module) -> bool:
     return not has_global_hooks()
 
 
+def are_alike(*parts: nn.Module) -> bool:
+    """Whether what stands in the place of `nn.Linear` can multiply one input as one: all of one width, all with a
+    bias or none."""
+    return len({(part.in_features, part.bias is None) for part in parts}) == 1
+
+
 def uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`function`, at which `torch.compile` breaks the graph. Decorating it with `torch.compiler.disable` would import
     Dynamo, and that Triton, with the package."""

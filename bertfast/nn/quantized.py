@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bertfast import prepacked
 from bertfast.backends import is_traced, needs_grad
-from bertfast.nn.plain import are_untouched, uncompiled
+from bertfast.nn.plain import are_alike, are_untouched, uncompiled
 from bertfast.ops import quantized_linear as int8
 from bertfast.ops._autocast import to_autocast
 
@@ -27,6 +27,7 @@ class QuantizedLinear(nn.Module):
     the module is cast to, `weight_scale` and `weight_sum` (N,).
     """
 
+    @torch.inference_mode(False)
     def __init__(self, linear: nn.Linear, keep_weight: bool = True) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
@@ -72,6 +73,8 @@ def _packed(parts: tuple[QuantizedLinear, ...]) -> int8.QuantizedWeight:
     if parts[0].weight is not None:
         return prepacked.copy_of(tuple(part.weight for part in parts), _quantized)
     values = prepacked.copy_of(tuple(part.weight_int8 for part in parts), int8.prepack)
+    if len(parts) == 1:
+        return int8.QuantizedWeight(values, parts[0].weight_scale, parts[0].weight_sum)
     scale, total = (torch.cat([getattr(part, name) for part in parts]) for name in _BUFFERS[1:])
     return int8.QuantizedWeight(values, scale, total)
 
@@ -122,9 +125,7 @@ def feed_forward(x: Tensor, dense_in: QuantizedLinear, dense_out: QuantizedLinea
 
 def qkv_projection(x: Tensor, query: nn.Module, key: nn.Module, value: nn.Module) -> tuple[Tensor, ...] | None:
     """query(x), key(x) and value(x) as views of one product; None where they are not alike."""
-    if not may_fuse(query, key, value):
+    parts = query, key, value
+    if not may_fuse(*parts) or not are_alike(*parts) or len({part.weight is None for part in parts}) > 1:
         return None
-    forms = {(part.out_features, part.bias is None, part.weight is None) for part in (query, key, value)}
-    if len(forms) > 1:
-        return None
-    return joint(x, (query, key, value)).unflatten(-1, (3, query.out_features)).unbind(-2)
+    return joint(x, parts).split([part.out_features for part in parts], -1)

@@ -100,7 +100,7 @@ def _forward_on_cpu(x, weight, bias, activation, seed, dropout_p, need_pre):
 
 
 def linear_gradients(backend: str, dout: Tensor, x: Tensor, weight: Tensor, wants_x: bool, wants_weight: bool):
-    """dx and dweight of x weight^T, each None unless wanted: plain GEMMs."""
+    """dx (..., K) and dweight (N, K) of x weight^T for dout (..., N), each None unless wanted: plain GEMMs."""
     mm = onednn.mm if backend == "cpu" else torch.mm
     dout = rows_of(dout)
     dx = mm(dout, weight).reshape(x.shape) if wants_x else None
@@ -114,7 +114,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias):
         ctx.save_for_backward(x, weight)
-        return onednn.linear(x, weight, bias)
+        return onednn.product(x, weight, bias)
 
     @staticmethod
     @without_autocast

@@ -7,7 +7,7 @@ With the row W_n of the weight for output n, a row x_m of the input, and all ari
     out[m, n] = s_m * t_n * sum_k((q[m, k] - z_m) * w[n, k]) + b[n]
 
 The weight is rounded once, the input in each call ("dynamic"), and nothing is calibrated. The sum is exact: 32-bit
-integers hold it for K up to 66,000. oneDNN takes one zero point for all rows, so it gets 128, and the rest is added
+integers hold it for K up to `MAX_K`. oneDNN takes one zero point for all rows, so it gets 128, and the rest is added
 behind it: c_m * sum_k(t_n * w[n, k]) with c_m = s_m * (128 - z_m). Its kernels for signed inputs, which need none, are
 reference code: on an AMD EPYC (AVX-512 VNNI) 4,000 times slower.
 
@@ -30,6 +30,7 @@ from bertfast.ops.linear_gelu import rows_of
 
 ZERO_POINT = 128
 LARGEST = 127
+MAX_K = (2**31 - 1) // (255 * LARGEST)
 # Channels below it count as zeros: what they are multiplied by would overflow.
 SMALLEST = 2.0**-120
 
