@@ -5,7 +5,8 @@
 //     sigmoid(z) = 1 / (1 + e) for z >= 0, else e / (1 + e)              sigmoid'(z) = e / (1 + e)^2
 //     (1 + tanh(y)) / 2 = sigmoid(2 y)                                   tanh'(x) = 4 sigmoid'(2 x)
 //     tanh(log(1 + exp(x))) = (1 + 2 e) / (1 + 2 e + 2 e^2) for x >= 0, else (e^2 + 2 e) / (e^2 + 2 e + 2)
-// NaN stays NaN everywhere: comparisons are written so that it falls on the side that passes it on.
+// NaN stays NaN in values: comparisons are written so that it falls on the side that passes it on. A derivative by
+// cases is a number there.
 //
 // GELU: with t = |x| and P the normal distribution function, gelu(x) = x P(x), P(-t) = exp(-t^2 / 2) R(t),
 // P(t) = 1 - P(-t). R falls slowly (it is half of erfcx(t / sqrt 2)), and a polynomial in 1 / (1 + 0.3 t) gives it to
@@ -19,49 +20,48 @@
 #include <cmath>
 #include <cstdint>
 
+#include "exp2.h"
 #include "formula.h"
 #include "simd.h"
 
 namespace bertfast {
 
-constexpr float kLog2e = 1.44269504f;
 constexpr float kInverseSqrt2Pi = 0.3989422804f;
 constexpr float kSqrt2OverPi = 0.7978845608f;
 constexpr float kCubic = 0.044715f;
 
-// 2^-z as scale (1 + rest) for z in [0, 126]: a power of 2 and a number of [-0.3, 0.42], of relative error 3e-9 before
-// rounding.
+// 2^-z as scale (1 + rest) for z in [0, 126]: a power of 2 and a number of [-0.3, 0.42].
 struct Exp2 {
   float scale, rest;
 
   BERTFAST_INLINE explicit Exp2(float z) {
     const float whole = std::nearbyint(std::min(126.0f, z));  // in this order NaN becomes 126
     const float f = whole - z;
-    float p = 0.00015345795f;
-    p = p * f + 0.0013399932f;
-    p = p * f + 0.009618489f;
-    p = p * f + 0.055503286f;
-    p = p * f + 0.24022646f;
-    p = p * f + 0.6931472f;
+    float p = kExp2Terms[5];
+    p = p * f + kExp2Terms[4];
+    p = p * f + kExp2Terms[3];
+    p = p * f + kExp2Terms[2];
+    p = p * f + kExp2Terms[1];
+    p = p * f + kExp2Terms[0];
     rest = p * f;
     scale = bits_as<float>((127 - static_cast<int32_t>(whole)) << 23);
   }
 };
 
 // 2^-z for z in [0, 126], a normal number; 0 beyond.
-BERTFAST_INLINE float exp2_negative(float z) {
+BERTFAST_INLINE float exp2_of_minus(float z) {
   const Exp2 power(z);
   const float value = power.scale * power.rest + power.scale;
   return z >= 126.0f ? 0.0f : value;
 }
 
 // exp(-t) for t >= 0.
-BERTFAST_INLINE float exp_negative(float t) {
-  return exp2_negative(t * kLog2e);
+BERTFAST_INLINE float exp_of_minus(float t) {
+  return exp2_of_minus(t * kLog2e);
 }
 
 // exp(-t) - 1 for t >= 0, exact to the last bits of small t too.
-BERTFAST_INLINE float expm1_negative(float t) {
+BERTFAST_INLINE float expm1_of_minus(float t) {
   const float z = t * kLog2e;
   const Exp2 power(z);
   const float value = power.scale * power.rest + (power.scale - 1.0f);
@@ -69,12 +69,12 @@ BERTFAST_INLINE float expm1_negative(float t) {
 }
 
 BERTFAST_INLINE float sigmoid(float z) {
-  const float e = exp_negative(std::fabs(z));
+  const float e = exp_of_minus(std::fabs(z));
   return (z >= 0 ? 1.0f : e) / (1.0f + e);
 }
 
 BERTFAST_INLINE float sigmoid_slope(float z) {
-  const float e = exp_negative(std::fabs(z));
+  const float e = exp_of_minus(std::fabs(z));
   const float r = 1.0f / (1.0f + e);
   return e * r * r;
 }
@@ -93,7 +93,7 @@ struct Activation<Formula::kGelu> {
   }
 
  private:
-  BERTFAST_INLINE static float density(float x) { return exp2_negative(x * x * (0.5f * kLog2e)); }
+  BERTFAST_INLINE static float density(float x) { return exp2_of_minus(x * x * (0.5f * kLog2e)); }
 
   BERTFAST_INLINE static float probability(float x, float e) {
     const float u = 1.0f / (1.0f + 0.3f * std::fabs(x));
@@ -161,8 +161,8 @@ struct Activation<Formula::kLeakyRelu> {
 
 template <>
 struct Activation<Formula::kElu> {
-  BERTFAST_INLINE static float value(float x) { return x <= 0 ? expm1_negative(std::fabs(x)) : x; }
-  BERTFAST_INLINE static float derivative(float x) { return x <= 0 ? exp_negative(std::fabs(x)) : 1.0f; }
+  BERTFAST_INLINE static float value(float x) { return x <= 0 ? expm1_of_minus(std::fabs(x)) : x; }
+  BERTFAST_INLINE static float derivative(float x) { return x <= 0 ? exp_of_minus(std::fabs(x)) : 1.0f; }
 };
 
 template <>
@@ -174,13 +174,13 @@ struct Activation<Formula::kSilu> {
 template <>
 struct Activation<Formula::kMish> {
   BERTFAST_INLINE static float value(float x) {
-    const float e = exp_negative(std::fabs(x));
+    const float e = exp_of_minus(std::fabs(x));
     const float n = x >= 0 ? 1.0f + 2.0f * e : e * (e + 2.0f);
     return x * (n / (n + (x >= 0 ? 2.0f * e * e : 2.0f)));
   }
 
   BERTFAST_INLINE static float derivative(float x) {
-    const float e = exp_negative(std::fabs(x));
+    const float e = exp_of_minus(std::fabs(x));
     const float n = x >= 0 ? 1.0f + 2.0f * e : e * (e + 2.0f);
     const float r = 1.0f / (n + (x >= 0 ? 2.0f * e * e : 2.0f));
     return n * r + x * (4.0f * (1.0f + e) * (x >= 0 ? e * e : e) * r * r);
@@ -190,7 +190,7 @@ struct Activation<Formula::kMish> {
 template <>
 struct Activation<Formula::kTanh> {
   BERTFAST_INLINE static float value(float x) {
-    const float m = expm1_negative(2.0f * std::fabs(x));
+    const float m = expm1_of_minus(2.0f * std::fabs(x));
     return std::copysign(m / (2.0f + m), x);
   }
 

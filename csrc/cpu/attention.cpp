@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "attention_inputs.h"
+#include "dropout.h"
 
 namespace bertfast {
 namespace {
@@ -31,7 +32,7 @@ std::vector<Sequence> sequences_of(const Tensor& query, const Tensor& key) {
 std::tuple<Tensor, Tensor> attention_fwd(Tensor query, Tensor key, Tensor value, std::optional<Tensor> attn_mask,
                                          std::optional<Tensor> seed, double dropout_p, bool is_causal, double scale) {
   check_heads(query, key, value, 4);
-  const auto dropout = attention_dropout(seed, dropout_p);
+  const auto dropout = dropout_of(seed, dropout_p, kStreamAttention);
   const Tensor out = empty_by_position(query);
   const Tensor stats = new_empty(query, {2, query.size(0), query.size(1), query.size(2)}, ScalarType::Float);
   if (out.numel() == 0) return {out, stats};
@@ -50,7 +51,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_bwd(Tensor dout, Tensor que
                                                          double scale) {
   check_heads(query, key, value, 4);
   check_saved(dout, out, stats, query);
-  const auto dropout = attention_dropout(seed, dropout_p);
+  const auto dropout = dropout_of(seed, dropout_p, kStreamAttention);
   const Tensor dquery = empty_by_position(query);
   Tensor dkey = empty_by_position(key);
   Tensor dvalue = empty_by_position(value);
@@ -77,7 +78,7 @@ Tensor attention_mask_bwd(Tensor dout, Tensor query, Tensor key, Tensor value, T
   check_float("attn_mask", attn_mask);
   check_saved(dout, dout, stats, query);
   check_statistics("delta", delta, score_rows(query));
-  const auto dropout = attention_dropout(seed, dropout_p);
+  const auto dropout = dropout_of(seed, dropout_p, kStreamAttention);
   Tensor dmask = new_empty(attn_mask, sizes_of(attn_mask), attn_mask.scalar_type());
   const auto own = mask_sizes(attn_mask);
   // Softmax does not change when all scores of a query do.

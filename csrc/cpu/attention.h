@@ -93,12 +93,12 @@ inline int64_t padded(int64_t size) {
   return (size + kPadding - 1) / kPadding * kPadding;
 }
 
-// Tiles of 12 rows read and write whole.
+// Tiles of 12 rows are read and written whole, so buffers are rounded up.
 inline int64_t padded_rows(int64_t size) {
   return (size + kQueryRows - 1) / kQueryRows * kQueryRows;
 }
 
-// In 4 bytes: keys and values, and values as pairs; queries, out and scores; words of dropout.
+// Size in 4-byte words of the buffers that attention_fwd() lays out, in its order.
 inline int64_t fwd_workspace(int64_t head_dim, int64_t length_k) {
   const int64_t d = padded(head_dim);
   return 5 * padded(length_k) / 2 * d + kQueryRows * (2 * d + kKeys) + kKeys;

@@ -1,7 +1,7 @@
 // What attention.cpp and varlen_attention.cpp share: checks, arrays and kernels.
 #pragma once
 
-#include <cmath>
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <vector>
@@ -45,13 +45,6 @@ inline HeadsArray heads_of(const Tensor& heads) {
   const bool is_packed = heads.dim() == 3;
   return {static_cast<char*>(heads.data_ptr()), is_packed ? 0 : heads.stride(0), heads.stride(position_dim(heads)),
           heads.stride(1)};
-}
-
-inline std::optional<Dropout> attention_dropout(const std::optional<Tensor>& seed, double p) {
-  check_probability("dropout_p", p);
-  if (p == 0) return std::nullopt;
-  check_seed("seed", seed);
-  return Dropout(*seed->const_data_ptr<int64_t>(), kStreamAttention, p);
 }
 
 inline AttentionArgs arguments_of(const Tensor& query, const Tensor& key, const Tensor& value,

@@ -70,7 +70,7 @@ void attention_mask_bwd(const AttentionMaskBwd& args, const AttentionMaskUnit& p
     }
   }
   const int64_t place = ((part.batch * args.mask_heads + part.head) * args.mask_queries + part.first) * keys;
-  const int64_t bytes = size_of(in.mask.dtype);
+  const int64_t bytes = bytes_of(in.mask.dtype);
   for (int64_t i = 0; i < part.count; ++i) {
     from_row(sums + i * row, in.mask.dtype, keys, args.dmask + bytes * (place + i * keys));
   }

@@ -8,10 +8,9 @@ namespace bertfast {
 namespace BERTFAST_ISA {
 namespace {
 
-constexpr float kLog2e = 1.44269504f;
 constexpr float kInfinity = __builtin_inff();
 
-BERTFAST_INLINE int64_t size_of(ScalarType dtype) {
+BERTFAST_INLINE int64_t bytes_of(ScalarType dtype) {
   return dtype == ScalarType::Float ? 4 : 2;
 }
 
@@ -19,7 +18,7 @@ BERTFAST_INLINE int64_t size_of(ScalarType dtype) {
 // to `filled`.
 void read_rows(const HeadsArray& array, ScalarType dtype, const AttentionUnit& unit, int64_t first, int64_t rows,
                int64_t filled, int64_t head_dim, Word* target) {
-  const int64_t width = padded(head_dim), bytes = size_of(dtype);
+  const int64_t width = padded(head_dim), bytes = bytes_of(dtype);
   const char* source = array.data + bytes * (unit.sequence * array.batch + first * array.row + unit.head * array.head);
   for (int64_t i = 0; i < rows; ++i) {
     read_row(source + bytes * i * array.row, dtype, head_dim, width, target + i * width);
@@ -29,7 +28,7 @@ void read_rows(const HeadsArray& array, ScalarType dtype, const AttentionUnit& u
 
 void write_rows(const float* source, const HeadsArray& array, ScalarType dtype, const AttentionUnit& unit,
                 int64_t first, int64_t rows, int64_t head_dim) {
-  const int64_t width = padded(head_dim), bytes = size_of(dtype);
+  const int64_t width = padded(head_dim), bytes = bytes_of(dtype);
   char* target = array.data + bytes * (unit.sequence * array.batch + first * array.row + unit.head * array.head);
   for (int64_t i = 0; i < rows; ++i) {
     from_row(source + i * width, dtype, head_dim, target + bytes * i * array.row);
@@ -61,7 +60,7 @@ BERTFAST_INLINE void read_mask(const AttentionMask& mask, const char* source, in
   if (mask.key == 1) {
     to_row(source, mask.dtype, count, target);
   } else {
-    for (int64_t j = 0; j < count; ++j) to_row(source + size_of(mask.dtype) * j * mask.key, mask.dtype, 1, target + j);
+    for (int64_t j = 0; j < count; ++j) to_row(source + bytes_of(mask.dtype) * j * mask.key, mask.dtype, 1, target + j);
   }
 }
 
@@ -87,7 +86,7 @@ BERTFAST_INLINE void mask_row(const AttentionArgs& in, const AttentionUnit& unit
     const int64_t place = unit.sequence * mask.batch + unit.head * mask.head + query * mask.row + first * mask.key;
     if (mask.is_added()) {
       float biases[kKeys];
-      read_mask(mask, mask.data + size_of(mask.dtype) * place, visible, biases);
+      read_mask(mask, mask.data + bytes_of(mask.dtype) * place, visible, biases);
       for (int64_t j = 0; j < visible; ++j) scores[j] = scores[j] * in.scale + biases[j];
     } else {
       const auto* is_seen = reinterpret_cast<const bool*>(mask.data) + place;
@@ -101,7 +100,7 @@ BERTFAST_INLINE void mask_row(const AttentionArgs& in, const AttentionUnit& unit
 
 // 2^(log2_scale (score - maximum)), and 0 where the score is -inf, also where that is the maximum or the scale is 0.
 BERTFAST_INLINE Floats probabilities(Floats scores, float maximum, float log2_scale) {
-  const Floats p = exp2_negative((scores - maximum) * log2_scale);
+  const Floats p = exp2_of_nonpositive((scores - maximum) * log2_scale);
   return scores == -kInfinity ? Floats{} : p;
 }
 

@@ -19,7 +19,8 @@ namespace bertfast {
 // bf16, whose products are that much faster.
 constexpr int64_t kUnitQueries = 384;
 constexpr int64_t kAllQueries = INT64_MAX / 2;
-// So many times the largest (sequence, head) for each thread share the work out evenly, uncut.
+// Where a batch has, for each thread, at least so many times the work of its largest (sequence, head), the threads are
+// balanced without cutting queries.
 constexpr int64_t kUnitsPerThread = 8;
 // Query-key pairs times the head dim that pay for waking another thread.
 constexpr int64_t kThreadWork = 1 << 18;
@@ -58,7 +59,7 @@ inline std::vector<AttentionUnit> units_of(const std::vector<Sequence>& sequence
   return units;
 }
 
-// Queries of a unit, where a part of them suffices.
+// kAllQueries where whole sequences balance the threads, else kUnitQueries.
 inline int64_t unit_queries(const std::vector<Sequence>& sequences, int64_t heads) {
   int64_t pairs = 0, most = 0;
   for (const Sequence& sequence : sequences) {

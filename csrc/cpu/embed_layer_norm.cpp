@@ -1,7 +1,7 @@
 // Three gathers, their sum, LayerNorm and dropout in one pass over memory, and the way back to the sum.
 //
 // Forward, per token with its ids, in fp32 whatever the storage:
-//     z   = word[input_id] + token_type[token_type_id] + position[position_id]       rounded to its own dtype
+//     z   = word[input_id] + token_type[token_type_id] + position[position_id]       rounded to the output's dtype
 //     out = dropout((z - mean) * rstd * weight + bias)
 // An id outside its table is not read and makes its row NaN. Bytes for M tokens of e-byte elements: a word row read and
 // out written, 2 M N e, the floor, and M N e more where backward wants the sum; the position and token type rows that a
@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "check.h"
+#include "dropout.h"
 #include "embeddings.h"
 #include "normalise.h"
 #include "parallel.h"
@@ -32,17 +33,18 @@ namespace {
 
 // (B, S) int32 or int64 of any strides; without ids all are the default.
 struct Ids {
+  std::optional<Tensor> held;
   const void* data = nullptr;
   bool is_long = false;
   int64_t stride_batch = 0, stride_sequence = 0;
 
-  Ids(const char* name, std::optional<Tensor>& ids, const std::vector<int64_t>& tokens) {
-    ids = by_sequence(name, ids, tokens);
-    if (!ids) return;
-    data = ids->const_data_ptr();
-    is_long = ids->scalar_type() == ScalarType::Long;
-    stride_batch = ids->stride(0);
-    stride_sequence = ids->stride(1);
+  Ids(const char* name, const std::optional<Tensor>& ids, const std::vector<int64_t>& tokens)
+      : held(by_sequence(name, ids, tokens)) {
+    if (!held) return;
+    data = held->const_data_ptr();
+    is_long = held->scalar_type() == ScalarType::Long;
+    stride_batch = held->stride(0);
+    stride_sequence = held->stride(1);
   }
 
   BERTFAST_INLINE int64_t at(int64_t batch, int64_t place, int64_t otherwise) const {
@@ -52,7 +54,7 @@ struct Ids {
   }
 };
 
-// One without rows is there all the same, and every id outside it.
+// rows = 0 is a table in which no id exists; -1 is no table.
 struct Table {
   Rows source;
   int64_t rows = -1;
@@ -114,7 +116,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> embed_layer_norm_fwd(
   const std::vector<int64_t> tokens =
       check_embeddings(input_ids, inputs_embeds, word, position, token_type, weight, bias, dtype);
   const int64_t n = word.size(1);
-  const auto dropout = make_dropout(seed, dropout_p, kStreamEmbedLayerNorm);
+  const auto dropout = dropout_of(seed, dropout_p, kStreamEmbedLayerNorm);
   std::vector<int64_t> sizes = tokens;
   sizes.push_back(n);
   Tensor out = new_empty(word, sizes, dtype);
@@ -181,7 +183,7 @@ std::tuple<Tensor, Tensor, Tensor> embed_layer_norm_bwd(Tensor dout, Tensor sum,
   check_statistics("mean", mean, m);
   check_statistics("rstd", rstd, m);
   check_vector("weight", weight, n);
-  const auto dropout = make_dropout(seed, dropout_p, kStreamEmbedLayerNorm);
+  const auto dropout = dropout_of(seed, dropout_p, kStreamEmbedLayerNorm);
   Tensor dsum = new_empty(sum, sizes, sum.scalar_type());
   Tensor dweight = new_empty(sum, {n}, ScalarType::Float);
   Tensor dbias = new_empty(sum, {n}, ScalarType::Float);

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "exp2.h"
 #include "simd.h"
 
 namespace bertfast {
@@ -31,18 +32,18 @@ BERTFAST_INLINE Floats all(float value) {
   return value - Floats{};
 }
 
-// 2^z for z <= 0, down to 2^-126; relative error 2e-9 before rounding. NaN stays NaN.
-BERTFAST_INLINE Floats exp2_negative(Floats z) {
+// 2^z for z <= 0, down to 2^-126. NaN stays NaN.
+BERTFAST_INLINE Floats exp2_of_nonpositive(Floats z) {
   constexpr float kToInteger = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, in the lowest bits
   z = z < -126.0f ? all(-126.0f) : z;
   const Floats shifted = z + kToInteger;
   const Floats f = z - (shifted - kToInteger);
-  Floats p = all(0.00015345795f);
-  p = p * f + 0.0013399932f;
-  p = p * f + 0.009618489f;
-  p = p * f + 0.055503286f;
-  p = p * f + 0.24022646f;
-  p = p * f + 0.6931472f;
+  Floats p = all(kExp2Terms[5]);
+  p = p * f + kExp2Terms[4];
+  p = p * f + kExp2Terms[3];
+  p = p * f + kExp2Terms[2];
+  p = p * f + kExp2Terms[1];
+  p = p * f + kExp2Terms[0];
   p = p * f + 1.0f;
   const Floats power = (Floats)((Ints)p + ((Ints)shifted << 23));
   // The bits of a NaN would be taken for an exponent.

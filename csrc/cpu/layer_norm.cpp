@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "check.h"
+#include "dropout.h"
 #include "normalise.h"
 #include "parallel.h"
 #include "philox.h"
@@ -95,7 +96,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd(Tensor x, std::opt
     check_same_shape("residual", *residual, "x", x);
   }
   if (x_bias) check_vector("x_bias", *x_bias, n);
-  const auto dropout = make_dropout(seed, dropout_p, kStreamAddLayerNorm);
+  const auto dropout = dropout_of(seed, dropout_p, kStreamAddLayerNorm);
 
   const ScalarType dtype = residual ? promote(x.scalar_type(), residual->scalar_type()) : x.scalar_type();
   const std::vector<int64_t> row_sizes(sizes.begin(), sizes.end() - 1);
@@ -168,7 +169,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> add_layer_norm_bwd(Tensor dou
   check_statistics("mean", mean, m);
   check_statistics("rstd", rstd, m);
   check_vector("weight", weight, n);
-  const auto dropout = make_dropout(seed, dropout_p, kStreamAddLayerNorm);
+  const auto dropout = dropout_of(seed, dropout_p, kStreamAddLayerNorm);
 
   const ScalarType dtype = sum.scalar_type();
   const bool separate = has_residual && dropout;

@@ -10,6 +10,7 @@
 
 #include "bias_activation.h"
 #include "check.h"
+#include "dropout.h"
 #include "formula_names.h"
 #include "linear.h"
 #include "tensor.h"
@@ -17,13 +18,6 @@
 
 namespace bertfast {
 namespace {
-
-std::optional<Dropout> dropout_of(const std::optional<Tensor>& seed, double p) {
-  check_probability("dropout_p", p);
-  if (p == 0) return std::nullopt;
-  check_seed("seed", seed);
-  return Dropout(*seed->const_data_ptr<int64_t>(), kStreamFeedForward, p);
-}
 
 std::tuple<Tensor, Tensor> linear_gelu_fwd(Tensor x, Tensor weight, std::optional<Tensor> bias, std::string activation,
                                            std::optional<Tensor> seed, double dropout_p, bool need_pre) {
@@ -33,7 +27,7 @@ std::tuple<Tensor, Tensor> linear_gelu_fwd(Tensor x, Tensor weight, std::optiona
                   x.size(x.dim() - 1), "), got ", shape_of(weight));
   if (bias) check_vector("bias", *bias, weight.size(0));
   const Formula formula = formula_of(activation);
-  const auto dropout = dropout_of(seed, dropout_p);
+  const auto dropout = dropout_of(seed, dropout_p, kStreamFeedForward);
   // The bias may cancel the product: in half precision it belongs in front of the rounding, in fp32 it rides along.
   const bool bias_first = bias && x.scalar_type() != ScalarType::Float;
   // Nobody else has seen the product: where it is not kept, the rest runs in place.
@@ -53,7 +47,7 @@ Tensor activation_fwd(Tensor pre, std::string activation, std::optional<Tensor> 
   check_float("pre", pre);
   check_min_dim("pre", pre, 1);
   const Formula formula = formula_of(activation);
-  const auto dropout = dropout_of(seed, dropout_p);
+  const auto dropout = dropout_of(seed, dropout_p, kStreamFeedForward);
   const Tensor out = new_empty(pre, sizes_of(pre), pre.scalar_type());
   if (pre.numel() == 0) return out;
 
@@ -71,7 +65,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_gelu_bwd(Tensor dout, Tensor pre, std:
   check_float("dout", dout);
   check_same_shape("dout", dout, "pre", pre);
   const Formula formula = formula_of(activation);
-  const auto dropout = dropout_of(seed, dropout_p);
+  const auto dropout = dropout_of(seed, dropout_p, kStreamFeedForward);
   const std::vector<int64_t> sizes = sizes_of(pre);
   const int64_t n = sizes.back();
   const Tensor dpre = new_empty(pre, sizes, pre.scalar_type());

@@ -7,14 +7,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <optional>
 #include <vector>
 
-#include "check.h"
 #include "parallel.h"
-#include "philox.h"
 #include "simd.h"
-#include "tensor.h"
 
 namespace bertfast {
 
@@ -65,13 +61,6 @@ BERTFAST_INLINE float fill(int64_t size, float* z, const Term& term) {
   return total;
 }
 
-inline std::optional<Dropout> make_dropout(const std::optional<Tensor>& seed, double p, uint32_t stream) {
-  check_probability("dropout_p", p);
-  if (p == 0) return std::nullopt;
-  check_seed("seed", seed);
-  return Dropout(*seed->const_data_ptr<int64_t>(), stream, p);
-}
-
 struct Normalise {
   const float *weight, *bias;
   float eps;
@@ -84,8 +73,9 @@ struct Normalise {
     const float m = rough + sum_of(n, [&](int64_t j) { return z[j] - rough; }) / n;
     const float variance = sum_of(n, [&](int64_t j) { return (z[j] - m) * (z[j] - m); }) / n;
     const float r = 1.0f / std::sqrt(variance + eps);
+    const float *pw = weight, *pb = bias;  // GCC 12 does not vectorise a loop that reads members
 #pragma omp simd
-    for (int64_t j = 0; j < n; ++j) y[j] = (z[j] - m) * r * weight[j] + bias[j];
+    for (int64_t j = 0; j < n; ++j) y[j] = (z[j] - m) * r * pw[j] + pb[j];
     mean[i] = m;
     rstd[i] = r;
   }
@@ -109,7 +99,8 @@ struct NormaliseBwd {
   // dz of row i, whose terms are added to dweight and dbias.
   BERTFAST_INLINE void row(int64_t i, int64_t n, const float* dout, const float* z, float* dz, float* dweight,
                            float* dbias) const {
-    const float *pw = weight, m = mean[i], r = rstd[i];  // GCC 12 does not vectorise a loop that reads members
+    const float* pw = weight;  // as in Normalise
+    const float m = mean[i], r = rstd[i];
     float g = 0, g_xhat = 0;
 #pragma omp simd reduction(+ : g, g_xhat)
     for (int64_t j = 0; j < n; ++j) {
@@ -134,7 +125,8 @@ BERTFAST_INLINE void add(int64_t n, const float* part, float* total) {
 
 // Sums over rows, which backward.row(i, buffers, words, sums) adds a row to, into `totals`, (N,) each. They are taken
 // in chunks of rows that depend on the shape alone, then added up in order: the result is the same for any number of
-// threads. No running sum has many terms: each addition rounds all that came before.
+// threads. Each addition rounds all that came before, so no chain of them has more than 32 terms, or rows / 2048 where
+// that is more.
 template <class Backward>
 void sum_over_rows(int64_t rows, int64_t width, const std::vector<float*>& totals, const Backward& backward) {
   constexpr int64_t kBlockRows = 32, kMaxChunks = 64, kChunksAtOnce = 8;

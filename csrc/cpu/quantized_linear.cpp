@@ -1,11 +1,11 @@
-// What surrounds an int8 GEMM: rows to 8 bits with a scale each, and its product back to floating point, or through a
-// GELU to 8 bits again.
+// What surrounds an int8 GEMM: rows quantised to 8 bits, and the product scaled to floating point, or activated and
+// quantised again.
 //
 // A row x becomes round(x / s) + z in uint8: s such that its range, which 0 belongs to, has 255 steps, and z a whole
-// number, so that 0 stays 0. Values reach seldom as far on one side of 0 as on the other: those of a GELU, or of a
-// LayerNorm with an outlier, would lose up to a bit with a range that did. oneDNN multiplies unsigned by signed bytes
-// and takes one zero point for all rows, 128, which it subtracts exactly; the rest, c = (128 - z) s, costs c times the
-// sum of the weight's row. A row that holds NaN or infinity has the scale NaN, and so a result of NaN.
+// number, so that 0 stays 0. Values seldom reach as far on one side of 0 as on the other, and a symmetric range would
+// cost a GELU's output up to a bit. oneDNN multiplies unsigned by signed bytes and takes one zero point for all rows,
+// 128, which it subtracts exactly; the rest, c = (128 - z) s, costs c times the sum of the weight's row. A row that
+// holds NaN or infinity has the scale NaN, and so a result of NaN.
 //
 // Bytes moved, fp32: 5 K a row to 8 bits, 8 N a row of the product to fp32. The intermediate of a feed-forward is read
 // once as fp32 and written once as bytes, 5 F; with a tensor between it would be 18 F.
@@ -42,7 +42,7 @@ BERTFAST_INLINE int32_t ordered(int32_t bits) {
   return bits ^ ((bits >> 31) & 0x7fffffff);
 }
 
-constexpr int32_t kInfinity = 0x7f800000;
+constexpr int32_t kInfinityBits = 0x7f800000;
 
 // 8-bit rows (rows, width), and in `affine` (2, rows) their s, then their c.
 struct Quantized {
@@ -67,7 +67,7 @@ struct Quantized {
       least = std::min(least, key);
       greatest = std::max(greatest, key);
     }
-    const bool finite = greatest < kInfinity && least > ordered(bits_as<int32_t>(0xff800000u));
+    const bool finite = greatest < kInfinityBits && least > ordered(bits_as<int32_t>(0xff800000u));
     const float low = bits_as<float>(ordered(least)), high = bits_as<float>(greatest);
     const float s = high * (1.0f / kSteps) - low * (1.0f / kSteps);  // the difference may overflow
     uint8_t* target = bytes + row * width;

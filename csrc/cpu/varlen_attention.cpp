@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "attention_inputs.h"
+#include "dropout.h"
 
 namespace bertfast {
 namespace {
@@ -42,7 +43,7 @@ std::tuple<Tensor, Tensor> varlen_attention_fwd(Tensor query, Tensor key, Tensor
                                                 Tensor cu_seqlens_k, std::optional<Tensor> seed, double dropout_p,
                                                 bool is_causal, double scale) {
   check_heads(query, key, value, 3);
-  const auto dropout = attention_dropout(seed, dropout_p);
+  const auto dropout = dropout_of(seed, dropout_p, kStreamAttention);
   const Tensor out = new_empty(query, sizes_of(query), query.scalar_type());
   const Tensor stats = new_empty(query, {2, query.size(1), query.size(0)}, ScalarType::Float);
   if (out.numel() == 0) return {out, stats};
@@ -60,7 +61,7 @@ std::tuple<Tensor, Tensor, Tensor> varlen_attention_bwd(Tensor dout, Tensor quer
                                                         double dropout_p, bool is_causal, double scale) {
   check_heads(query, key, value, 3);
   check_saved(dout, out, stats, query);
-  const auto dropout = attention_dropout(seed, dropout_p);
+  const auto dropout = dropout_of(seed, dropout_p, kStreamAttention);
   const Tensor dquery = new_empty(query, sizes_of(query), query.scalar_type());
   Tensor dkey = new_empty(key, sizes_of(key), key.scalar_type());
   Tensor dvalue = new_empty(value, sizes_of(value), value.scalar_type());
