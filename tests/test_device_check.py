@@ -477,6 +477,5 @@ def test_kernels_for_a_tool_run_forward_and_backward(report, monkeypatch):
     monkeypatch.setattr(device_parity, "GPU_BACKENDS", ("cpu",))
     device_parity.gpu_kernels(report)
     found = {r["item"]: r for r in device_check.read(report.path)}
-    assert found["add_layer_norm dropout float32 cpu"]["status"] == "passed"
-    assert "linear_gelu" in found["linear_gelu plain float32 cpu"]["reason"]
+    assert {r["status"] for r in found.values()} == {"passed"} and "add_layer_norm dropout float32 cpu" in found
     assert len(found) == sum(c.backend == "cpu" for c in backends.candidates())
