@@ -133,16 +133,16 @@ def compared(
 
 def int8(timer: Timer) -> Iterator[Line]:
     """Part int8."""
+    first = cell_of(next(iter(SHAPES)), "float32")
+    model = MODELS[SUBJECT].contest(first).contestants[OURS]().modules[0].eval()
+    functions = {OURS: partial(_hidden_states, bertfast.quantize(copy.deepcopy(model)))}
+    for name in peers.taking_part(first):
+        adapter = peers.adapter(name)
+        if hasattr(adapter, "convert_int8"):
+            functions[name] = partial(_converted, adapter.convert_int8(MODELS[SUBJECT].stock(first)))
     for shape in SHAPES:
-        cell = cell_of(shape, "float32")
-        contest = MODELS[SUBJECT].contest(cell)
-        batch, model = contest.inputs[0], contest.contestants[OURS]().modules[0].eval()
-        calls = {OURS: partial(_hidden_states, bertfast.quantize(copy.deepcopy(model)), batch)}
-        for name in peers.taking_part(cell):
-            adapter = peers.adapter(name)
-            if hasattr(adapter, "convert_int8"):
-                converted = adapter.convert_int8(MODELS[SUBJECT].stock(cell))
-                calls[name] = partial(_converted, converted, batch)
+        batch = MODELS[SUBJECT].contest(cell_of(shape, "float32")).inputs[0]
+        calls = {name: partial(function, batch) for name, function in functions.items()}
         exact, notes = _hidden_states(model, batch)[batch.real], {}
         for name, call in calls.items():
             cosines = torch.nn.functional.cosine_similarity(call()[batch.real].float(), exact, dim=-1)
