@@ -43,7 +43,7 @@ def freeze(model: Model) -> Model:
 
 def unfreeze(model: Model) -> Model:
     """Undoes `freeze`, in place: each `nn.Linear` is back with the same bits in a new Parameter (an optimizer that held
-    the old one does not know it).
+    the old one does not know it), as trainable as it was when it was frozen. Weights that were tied come apart.
 
     Returns:
         `model`; one that is not frozen stays as it is.

@@ -76,11 +76,14 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _samples(weight: Tensor) -> Tensor:
-    """Values spread over the rows and columns of a contiguous weight. A view, because to gather them by indices costs
-    three times as much."""
+    """Values spread over the rows and columns of a weight. A view where it is contiguous, because to gather them by
+    indices costs three times as much."""
     size = weight.numel()
     count = min(SAMPLES, size)
-    return weight.as_strided((count,), (max((size - 1) // max(count - 1, 1), 1),))
+    step = max((size - 1) // max(count - 1, 1), 1)
+    if weight.is_contiguous():
+        return weight.as_strided((count,), (step,))
+    return weight.reshape(-1)[::step][:count]
 
 
 def _is_equal(samples: Tensor, known: Tensor) -> bool:
@@ -194,8 +197,9 @@ def copy_of(
     One lock is held while copies are looked at and made, so threads wait for each other meanwhile.
 
     Args:
-        weights: (N_1, K), (N_2, K), ..., contiguous.
-        make: takes them one below the other, (N_1 + N_2 + ..., K). Each has copies of its own.
+        weights: (N_1, K), (N_2, K), ...
+        make: takes them one below the other, (N_1 + N_2 + ..., K), contiguous if there are several. Each has copies of
+            its own.
         is_fit: asked of weights that have no copy yet.
 
     Returns:

@@ -222,6 +222,7 @@ def test_casts():
     assert torch.equal(run(model.to(torch.bfloat16)), expected)
     with pytest.raises(RuntimeError, match=r"cannot become torch.float16 on cpu: bertfast.unfreeze"):
         model.half()
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert run(model.float()).dtype == torch.float32
 
 
@@ -352,6 +353,14 @@ def test_twice_is_once():
     model = freeze(bert())
     modules = list(model.modules())
     assert all(one is other for one, other in zip(freeze(model).modules(), modules, strict=True))
+
+
+def test_a_weight_that_is_replaced_is_an_error():
+    layer = FrozenLinear(nn.Linear(48, 24))
+    with pytest.raises(AttributeError, match="cannot be replaced"):
+        layer.weight = nn.Parameter(torch.zeros(24, 48))
+    with pytest.raises(AttributeError):
+        layer.weight = torch.zeros(24, 48)
 
 
 def test_empty_input():

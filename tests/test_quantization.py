@@ -284,6 +284,28 @@ def test_it_cannot_be_recorded():
         torch.jit.trace(model.encoder.layer[0], torch.randn(1, 5, 48))
 
 
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("of", [lambda w: w.t().contiguous().t(), lambda w: torch.stack([w, w], -1)[..., 0]])
+@torch.no_grad()
+def test_weights_that_become_strided(of, keep):
+    torch.manual_seed(0)
+    layer, x = QuantizedLinear(nn.Linear(48, 24), keep), torch.randn(5, 48)
+    expected = layer(x)
+    if keep:
+        layer.weight = nn.Parameter(of(layer.weight))
+    else:
+        layer.weight_int8 = of(layer.weight_int8)
+    assert torch.equal(layer(x), expected)
+    strided = nn.Linear(48, 24)
+    strided.weight = nn.Parameter(of(strided.weight))
+    assert worst_cosine(QuantizedLinear(strided, keep)(x), strided(x)) > 0.99
+    if keep:
+        layer.weight = nn.Parameter(torch.randn(24, 1).expand(24, 48))
+        assert worst_cosine(layer(x), nn.functional.linear(x, layer.weight, layer.bias)) > 0.99
+    with pytest.raises(ValueError, match="int8 layers take fp32, bf16 and fp16, got x in torch.float64"):
+        layer(x.double())
+
+
 def test_a_forked_child():
     model = quantize(bert())
     run(model)
@@ -364,6 +386,6 @@ def test_wrong_inputs():
             layer(torch.randn(3, 71))
         with pytest.raises(ValueError, match="run on the CPU, got x on meta"):
             layer(torch.randn(3, 72, device="meta"))
-        with pytest.raises(RuntimeError, match="x: expected float32"):
+        with pytest.raises(ValueError, match="got x in torch.float64"):
             layer(torch.randn(3, 72).double())
     assert "in_features=72, out_features=48, bias=True" in repr(layer)

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from bertfast.configuration import PretrainedConfig, config_for, dtype_from
+from bertfast.nn.frozen import FrozenLinear
 
 _initialise: ContextVar[bool] = ContextVar("bertfast_initialise", default=True)
 
@@ -94,6 +95,13 @@ class PreTrainedModel(nn.Module):
             table.copy_(_sinusoids(*table.shape))
         if isinstance(getattr(module, "bias", None), nn.Parameter):
             nn.init.zeros_(module.bias)
+
+    def _apply(self, fn, recurse=True):
+        # Before anything is converted: a frozen layer that refuses would leave the model half done.
+        for module in self.modules():
+            if isinstance(module, FrozenLinear):
+                module.check_apply(fn)
+        return super()._apply(fn, recurse)
 
     @property
     def tied_weights(self) -> dict[str, str]:

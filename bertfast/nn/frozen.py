@@ -27,8 +27,9 @@ class _Joint:
 class FrozenLinear(nn.Module):
     """Takes the place of an `nn.Linear` in inference on the CPU; see `bertfast.freeze`.
 
-    `weight` is a property: (N, K), made anew from the reordered weight, bit by bit what the linear layer had. State
-    dicts, `load_state_dict`, `.to(dtype)`, copies and pickles go by it. `bias` is the linear layer's.
+    `weight` is a property: (N, K), a copy made anew from the reordered weight, bit by bit what the linear layer had;
+    edits of it are lost. State dicts, `load_state_dict`, `.to(dtype)`, copies and pickles go by it. `bias` is that of
+    the linear layer.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -92,7 +93,7 @@ class FrozenLinear(nn.Module):
         key, weight = prefix + _WEIGHT, state_dict.get(prefix + _WEIGHT)
         if key in unexpected:
             unexpected.remove(key)
-        if weight is None:
+        if not isinstance(weight, Tensor):
             missing.extend([key] if strict else [])
         elif tuple(weight.shape) != (self.out_features, self.in_features):
             wanted = (self.out_features, self.in_features)
@@ -100,13 +101,22 @@ class FrozenLinear(nn.Module):
         else:
             self._set_weight(weight.to(device="cpu", dtype=self._dtype))
 
-    def _apply(self, fn, recurse=True):
-        weight = fn(self.weight)
-        if weight.device.type != "cpu" or weight.dtype not in prepacked.DTYPES:
+    def register_parameter(self, name, param):
+        if name == _WEIGHT:
+            raise AttributeError("the weight of a frozen layer cannot be replaced: bertfast.unfreeze(model) first")
+        super().register_parameter(name, param)
+
+    def check_apply(self, fn) -> None:
+        """Raises RuntimeError where `_apply(fn)` would make of the weight what cannot be frozen."""
+        probe = fn(torch.empty(0, dtype=self._dtype))
+        if probe.device.type != "cpu" or probe.dtype not in prepacked.DTYPES:
             raise RuntimeError(
-                f"a frozen layer cannot become {weight.dtype} on {weight.device}: bertfast.unfreeze(model) first"
+                f"a frozen layer cannot become {probe.dtype} on {probe.device}: bertfast.unfreeze(model) first"
             )
-        self._set_weight(weight)
+
+    def _apply(self, fn, recurse=True):
+        self.check_apply(fn)
+        self._set_weight(fn(self.weight))
         return super()._apply(fn, recurse)
 
     def __getstate__(self):

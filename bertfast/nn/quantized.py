@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bertfast import prepacked
-from bertfast.backends import is_traced, needs_grad
+from bertfast.backends import FLOAT, is_traced, needs_grad
 from bertfast.nn.plain import are_alike, are_untouched, uncompiled
 from bertfast.ops import quantized_linear as int8
 from bertfast.ops._autocast import to_autocast
@@ -91,6 +91,8 @@ def _bias(parts: tuple[QuantizedLinear, ...]) -> Tensor | None:
 def _check(x: Tensor, parts: tuple[QuantizedLinear, ...]) -> None:
     if x.device.type != "cpu":
         raise ValueError(f"int8 layers run on the CPU, got x on {x.device}: bertfast.dequantize(model) first")
+    if x.dtype not in FLOAT:
+        raise ValueError(f"int8 layers take fp32, bf16 and fp16, got x in {x.dtype}: bertfast.dequantize(model) first")
     if x.dim() == 0 or x.shape[-1] != parts[0].in_features:
         raise ValueError(f"x must have shape (..., {parts[0].in_features}), got {tuple(x.shape)}")
     if needs_grad(x, *(tensor for part in parts for tensor in (part.weight, part.bias))):

@@ -76,7 +76,7 @@ class QuantizedWeight(NamedTuple):
 
 def quantize_weight(weight: Tensor) -> QuantizedWeight:
     """A weight (N, K) to 8 bits. A row with NaN or infinity has the scale NaN."""
-    weight = weight.detach().float()
+    weight = weight.detach().float().contiguous()
     largest = weight.abs().amax(dim=1) if weight.shape[1] else weight.new_zeros(weight.shape[0])
     usable = largest.isfinite() & (largest >= SMALLEST)
     inverse = torch.where(usable, LARGEST / largest, 0.0)
@@ -87,7 +87,7 @@ def quantize_weight(weight: Tensor) -> QuantizedWeight:
 
 def prepack(values: Tensor) -> Tensor:
     """An int8 weight (N, K) as oneDNN lays it out."""
-    return torch.ops.onednn.qlinear_prepack(values, None)
+    return torch.ops.onednn.qlinear_prepack(values.contiguous(), None)
 
 
 def _product(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
