@@ -17,7 +17,8 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from bertfast.backends import is_traced, needs_grad
+from bertfast.backends import needs_grad
+from bertfast.prepacked import takes_private_operators
 
 # Multiplications from which on the product gains more than its call costs: 10 us, and those of a Function.
 MIN_PRODUCTS = 1 << 21
@@ -72,11 +73,8 @@ def serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and x.shape[-1] == weight.shape[1]
         # oneDNN would read a bias of another size past its end.
         and (bias is None or (_is_served(bias) and bias.shape == weight.shape[:1]))
-        and not is_traced(x)
         and x.numel() * weight.shape[0] >= MIN_PRODUCTS
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not torch.is_autocast_enabled("cpu")
-        and torch.backends.mkldnn.enabled
+        and takes_private_operators(x)
         and _works()
     )
 

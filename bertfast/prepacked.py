@@ -114,17 +114,25 @@ def works(dtype: torch.dtype) -> bool:
         return False
 
 
-def _is_inference(x: Tensor) -> bool:
+def takes_private_operators(x: Tensor) -> bool:
+    """Whether oneDNN's operators may be called on `x`: not under a trace, a transform, a dispatch mode or autocast, nor
+    where oneDNN is switched off."""
+    return (
+        not is_traced(x)
+        and torch._C._len_torch_dispatch_stack() == 0
+        # The ops have cast their inputs by then; what has not been cast must be, by PyTorch's own.
+        and not torch.is_autocast_enabled("cpu")
+        and torch.backends.mkldnn.enabled
+    )
+
+
+def _is_served(x: Tensor) -> bool:
     return (
         type(x) is Tensor
         and x.dtype in DTYPES
         and x.device.type == "cpu"
         and x.numel() > 0
-        and not is_traced(x)
-        and torch._C._len_torch_dispatch_stack() == 0
-        # The ops have cast their inputs by then; what has not been cast must be, by PyTorch's own.
-        and not torch.is_autocast_enabled("cpu")
-        and torch.backends.mkldnn.enabled
+        and takes_private_operators(x)
         and works(x.dtype)
     )
 
@@ -168,7 +176,7 @@ def linear(
         DataParallel, what autocast has cast), of biases that are not contiguous, under autocast, a trace, a transform
         or a dispatch mode (a FLOP counter does not know the operators).
     """
-    if needs_grad(x, *weights, *biases) or not _is_inference(x):
+    if needs_grad(x, *weights, *biases) or not _is_served(x):
         return None
     bias = biases[0]
     for weight, own in zip(weights, biases, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import shlex
 import types
@@ -117,3 +118,26 @@ def test_support_matrix_tells_every_limit():
 def test_markers_must_be_one_pair(text):
     with pytest.raises(ValueError, match="expected one"):
         support.replaced(text)
+
+
+ROWS = {
+    "OpenVINO, fp32": ("float32", "openvino"),
+    "OpenVINO, bf16": ("bfloat16", "openvino"),
+    "ONNX Runtime, fp32": ("float32", "onnxruntime"),
+    "ONNX Runtime, int8": ("int8", "onnxruntime"),
+    "stock SDPA, fp32": ("float32", "sdpa"),
+    "stock SDPA, bf16": ("bfloat16", "sdpa"),
+    "share, fp32": ("float32", "products"),
+    "share, bf16": ("bfloat16", "products"),
+}
+
+
+def test_the_table_of_peers_is_that_of_the_results():
+    path = ROOT / "benchmarks" / "results" / "cpu_2_cores_peers.jsonl"
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    ratios = {(line["part"], line["shape"], line["contestant"]): line["ratio"] for line in lines}
+    for name, (part, contestant) in ROWS.items():
+        shown = re.search(rf"^\| {name} \|(.*)\|$", README, re.MULTILINE)[1].split("|")
+        held = [ratios[part, shape, contestant] for shape in ("1x128", "8x128", "32 mixed", "8x512")]
+        assert [text.strip() for text in shown] == [f"{ratio:.2f}" for ratio in held], name
+    assert f"kernels take {ratios['host', '1x16', 'kernels']:.2f} of the time" in README
