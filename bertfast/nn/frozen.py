@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bertfast import prepacked
-from bertfast.backends import is_traced, needs_grad
-from bertfast.nn.plain import are_alike, are_untouched, uncompiled
+from bertfast.nn.plain import are_alike, are_untouched, check_inference, uncompiled
 
 _WEIGHT = "weight"
 
@@ -182,11 +181,5 @@ def _checked(x: Tensor, parts: tuple[FrozenLinear, ...]) -> Tensor:
     for part in parts:
         if not prepacked.is_bias(part.bias, part.out_features, dtype):
             raise ValueError(f"bias must be contiguous, of shape ({part.out_features},) and {dtype} on the CPU")
-    if needs_grad(x, *(part.bias for part in parts)):
-        raise RuntimeError(
-            "frozen layers have no gradients: call the model under torch.inference_mode() or torch.no_grad(), "
-            "or bertfast.unfreeze(model) to train it"
-        )
-    if is_traced(x):
-        raise RuntimeError("frozen layers cannot be exported or traced: bertfast.unfreeze(model) first")
+    check_inference(x, [part.bias for part in parts], "frozen", "unfreeze")
     return x

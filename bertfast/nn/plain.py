@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.modules import module as _module
+
+from bertfast.backends import is_traced, needs_grad
 
 _PLAIN = (nn.Parameter, Tensor, FakeTensor)
 
@@ -58,6 +60,23 @@ def are_alike(*parts: nn.Module) -> bool:
     """Whether what stands in the place of `nn.Linear` can multiply one input as one: all of one width, all with a
     bias or none."""
     return len({(part.in_features, part.bias is None) for part in parts}) == 1
+
+
+def check_inference(x: Tensor, parameters: Iterable[Tensor | None], layers: str, undo: str) -> None:
+    """Raises RuntimeError where what stands in the place of `nn.Linear` would need a gradient of `x` or of parameters,
+    or is recorded.
+
+    Args:
+        layers: what they are called.
+        undo: the function of bertfast that brings `nn.Linear` back.
+    """
+    if needs_grad(x, *parameters):
+        raise RuntimeError(
+            f"{layers} layers have no gradients: call the model under torch.inference_mode() or torch.no_grad(), "
+            f"or bertfast.{undo}(model) to train it"
+        )
+    if is_traced(x):
+        raise RuntimeError(f"{layers} layers cannot be exported or traced: bertfast.{undo}(model) first")
 
 
 def uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from bertfast import prepacked
-from bertfast.backends import FLOAT, is_traced, needs_grad
-from bertfast.nn.plain import are_alike, are_untouched, uncompiled
+from bertfast.backends import FLOAT
+from bertfast.nn.plain import are_alike, are_untouched, check_inference, uncompiled
 from bertfast.ops import quantized_linear as int8
 from bertfast.ops._autocast import to_autocast
 
@@ -95,13 +95,7 @@ def _check(x: Tensor, parts: tuple[QuantizedLinear, ...]) -> None:
         raise ValueError(f"int8 layers take fp32, bf16 and fp16, got x in {x.dtype}: bertfast.dequantize(model) first")
     if x.dim() == 0 or x.shape[-1] != parts[0].in_features:
         raise ValueError(f"x must have shape (..., {parts[0].in_features}), got {tuple(x.shape)}")
-    if needs_grad(x, *(tensor for part in parts for tensor in (part.weight, part.bias))):
-        raise RuntimeError(
-            "int8 layers have no gradients: call the model under torch.inference_mode() or torch.no_grad(), "
-            "or bertfast.dequantize(model) to train it"
-        )
-    if is_traced(x):
-        raise RuntimeError("int8 layers cannot be exported or traced: bertfast.dequantize(model) first")
+    check_inference(x, [tensor for part in parts for tensor in (part.weight, part.bias)], "int8", "dequantize")
 
 
 @uncompiled
